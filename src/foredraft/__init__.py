@@ -1,0 +1,1 @@
+"""foredraft: exact speculative decoding for Hugging Face models."""
