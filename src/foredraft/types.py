@@ -42,9 +42,9 @@ class SamplingParams:
     The processors run in one order: penalties, logit bias, temperature, top-k, top-p, min-p.
     `temperature=0` is greedy. `repetition_penalty` looks at prompt and output (Hugging Face); presence and
     frequency penalties look at the output alone (OpenAI, vLLM). `logprobs=n` returns the target's own
-    log-probability of each emitted token and of its n most likely ones, before any processor. `reproducible=True`
-    makes the text a function of the seed alone, whatever drafts and batch it met (float32). `budget` is the most
-    nodes drafted per step; 0 turns drafting off.
+    log-probability of each emitted token and of its n most likely ones, before any processor.
+    `reproducible=True` makes the text a function of the seed alone, whatever drafts and batch it met
+    (float32). `budget` is the most nodes drafted per step; 0 turns drafting off.
     """
 
     temperature: float = 1.0
@@ -127,9 +127,9 @@ class Draft:
     """Guessed tokens as a tree below the root (the last emitted token).
 
     tokens: int64 [n]. parents[node] is a smaller node, or -1 for the root; a chain is (-1, 0, 1, …). Siblings
-    are ordered as they were drawn. laws: float32 [n + 1, vocab], row 0 after the root, row node + 1 after node
-    (None for "fixed"). draw: how siblings were chosen: deterministically, i.i.d. from their law, or without
-    replacement.
+    are ordered as they were drawn. laws: float32 [n + 1, vocab], row 0 after the root, row node + 1 after
+    node (None for "fixed"). draw: how siblings were chosen: deterministically, i.i.d. from their law, or
+    without replacement.
     """
 
     tokens: Tensor
