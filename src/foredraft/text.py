@@ -1,0 +1,168 @@
+"""Between text and tokens: chat templates, and text that grows token by token up to a stop string.
+
+Tokens are joined as bytes and the bytes decoded as they come: a character split over tokens is shown when it
+is whole, bytes that are no text become U+FFFD, and a token costs the same however long the text is.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from foredraft.errors import ConfigError, ModelError
+
+Message = Mapping[str, Any]
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Return the prompt ids of a conversation, ready for the assistant's next turn.
+
+    Raises ConfigError if the tokenizer has no chat template or the messages do not fit it.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ConfigError(
+            "the model has no chat template: use generate with plain text, or an instruct model"
+        )
+    _check_messages(messages)
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        raise ConfigError(f"the messages do not fit the model's chat template: {error}") from error
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _check_messages(messages: Sequence[Message]) -> None:
+    if isinstance(messages, str | Mapping) or not messages:
+        raise ConfigError('messages must be a non-empty list of {"role": …, "content": …}')
+    for index, message in enumerate(messages):
+        for key in ("role", "content"):
+            value = message.get(key) if isinstance(message, Mapping) else None
+            if not isinstance(value, str):
+                raise ConfigError(
+                    f"messages[{index}] has {key} {value!r}: give each message two strings, role and content"
+                )
+
+
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE writes bytes as characters: printable Latin-1 as is, the rest from U+0100 on (GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(rest)}
+
+
+def _kinds(decoder: Mapping[str, Any]) -> set[str]:
+    """Return the names of the steps a tokenizer decodes with."""
+    if decoder["type"] == "Sequence":
+        return {kind for step in decoder["decoders"] for kind in _kinds(step)}
+    return {decoder["type"]}
+
+
+class Detokenizer:
+    """What each token adds to a text, as bytes. Stateless: one serves all requests of a tokenizer.
+
+    Joined and decoded as UTF-8 the bytes equal tokenizer.decode(ids, skip_special_tokens=True,
+    clean_up_tokenization_spaces=False) with one exception: where byte tokens (<0x..>) in a row are not valid
+    UTF-8, tokenizers gives up the whole run, while here its valid characters stay. Raises ModelError for a
+    tokenizer without a tokenizer.json.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ModelError(f"{type(tokenizer).__name__} has no tokenizer.json, which streaming needs")
+        self._backend = backend
+        added = backend.get_added_tokens_decoder()
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        kinds = _kinds(json.loads(backend.decoder.__getstate__())) if backend.decoder else set()
+        self._byte_of = _byte_of_char() if kinds == {"ByteLevel"} else None
+        self._byte_fallback = "ByteFallback" in kinds
+
+    def added(self, before: int | None, token: int) -> bytes | None:
+        """Return the bytes that `token` adds after the text token `before` (None: it is the first).
+
+        None if it is no text: a special token, or an id above the vocabulary (models pad theirs).
+        """
+        piece = self._backend.id_to_token(token)
+        if piece is None or token in self._special:
+            return None
+        if self._byte_of is not None:
+            try:
+                return bytes([self._byte_of[char] for char in piece])
+            except KeyError:  # an added token, kept as it is written
+                return bytes(piece, "utf-8")
+        if self._byte_fallback and (byte := _BYTE_TOKEN.fullmatch(piece)):
+            return bytes([int(byte[1], 16)])
+        known = [] if before is None else [before]
+        text, shown = self._backend.decode([*known, token]), self._backend.decode(known)
+        return bytes(text[len(shown) :], "utf-8")
+
+
+class TextStream:
+    """The text of one request as it grows; a `types.TextSink`.
+
+    A stop string ends the text before its first character, at the token that completes it; the first place
+    counts, whatever the chunks. It may begin in any token, but one that is complete within the first
+    `min_tokens` tokens is text like any other (as vLLM has it).
+    """
+
+    def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self._detokenizer, self._stop, self._min_tokens = detokenizer, tuple(stop), min_tokens
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._before: int | None = None
+        self._count = 0
+        self._ready: list[str] = []
+        self._tail = ""  # the longest end of the text that a stop string may begin with
+        self._stopped = False
+
+    def push(self, token_ids: Sequence[int]) -> int | None:
+        """Take new tokens; if a stop string ends the text return how many tokens in all count, else None."""
+        for token in token_ids:
+            self._count += 1
+            added = self._detokenizer.added(self._before, token)
+            if added is None:
+                continue
+            self._before = token
+            self._grow(self._utf8.decode(added))
+            if self._stopped:
+                return self._count
+        return None
+
+    def take(self, *, final: bool) -> str:
+        """Return what is safe to show and was not shown before; if final, everything that is left."""
+        if final and not self._stopped:
+            self._ready.append(self._tail + self._utf8.decode(b"", final=True))
+            self._tail = ""
+        text = "".join(self._ready)
+        self._ready.clear()
+        return text
+
+    def _grow(self, text: str) -> None:
+        window = self._tail + text
+        start = self._find(window) if text and self._count > self._min_tokens else -1
+        if start >= 0:
+            self._ready.append(window[:start])
+            self._tail, self._stopped = "", True
+            return
+        held = max((_overlap(window, stop) for stop in self._stop), default=0)
+        self._tail = window[len(window) - held :]
+        self._ready.append(window[: len(window) - held])
+
+    def _find(self, window: str) -> int:
+        """Return where the first stop string starts that reaches beyond the tail, or -1."""
+        old = len(self._tail)
+        starts = [window.find(stop, max(0, old - len(stop) + 1)) for stop in self._stop]
+        return min((start for start in starts if start >= 0), default=-1)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Return the length of the longest end of `text` that `stop` begins with, `stop` itself apart."""
+    longest = min(len(text), len(stop) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
