@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import zip_longest
 from typing import Literal, Protocol
 
 import torch
@@ -212,6 +213,14 @@ class SpecStats:
     def tokens_per_s(self) -> float:
         """Emitted tokens per second of total time, prefill included."""
         return self.emitted / self.total_s if self.total_s else 0.0
+
+    def add(self, other: SpecStats) -> None:
+        """Add another record to this one, field by field; depths that only one has count as 0 in the other."""
+        for item in fields(self):
+            if item.name != "accepted_at":
+                setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))
+        pairs = zip_longest(self.accepted_at, other.accepted_at, fillvalue=0)
+        self.accepted_at = [mine + theirs for mine, theirs in pairs]
 
     def note_path(self, length: int) -> None:
         """Count one step whose path reached `length` nodes."""

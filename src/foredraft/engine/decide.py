@@ -1,0 +1,107 @@
+"""From logits to what is emitted: the verdict, the cut, the log-probabilities and the counts of one step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from foredraft import sampling
+from foredraft.engine.sequence import Sequence
+from foredraft.tree import depths
+from foredraft.types import Draft, FinishReason, SpecStats, TokenLogprob, Verdict
+from foredraft.verify import verify_exact, verify_greedy, verify_matched
+
+
+@dataclass(frozen=True, slots=True)
+class Emission:
+    """What a step gives out: accepted nodes and one token of the target's own, less what a stop cut off.
+
+    origins: one letter a token, a(ccepted), r(ecovered) or b(onus).
+    """
+
+    token_ids: list[int]
+    origins: str
+    finish_reason: FinishReason | None
+
+
+def decide(
+    seqs: Seq[Sequence], drafts: Seq[Draft], logits: Seq[Tensor], eos_ids: frozenset[int]
+) -> list[Verdict]:
+    """Verify each draft against its rows of logits, [n + 1, vocab]."""
+    return [_decide(seq, draft, rows, eos_ids) for seq, draft, rows in zip(seqs, drafts, logits, strict=True)]
+
+
+def _decide(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -> Verdict:
+    """Greedy is argmax; what was drawn is verified by rejection, what was not (or must reproduce) by
+    matching.
+    """
+    params = seq.params
+    if sampling.needs_history(params):
+        outputs = _histories(seq, draft)
+        logits = sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, eos_ids)
+    if params.greedy:
+        return verify_greedy(draft, sampling.add_bias(logits, params))
+    verify = verify_matched if params.reproducible or draft.draw == "fixed" else verify_exact
+    return verify(draft, sampling.to_laws(logits, params), seq.noise, len(seq.tokens))
+
+
+def _histories(seq: Sequence, draft: Draft) -> list[list[int]]:
+    """Return the output up to the root, then up to each node."""
+    histories = [seq.output]
+    for token, parent in zip(draft.tokens.tolist(), draft.parents, strict=True):
+        histories.append([*histories[parent + 1], token])
+    return histories
+
+
+def cut(seq: Sequence, draft: Draft, verdict: Verdict, eos_ids: frozenset[int]) -> Emission:
+    """End the step's tokens at the first EOS, stop id, stop string or limit, before anything is committed.
+
+    A stop string wins over a later stop id; the sink is told of no token after the end.
+    """
+    nodes = draft.tokens.tolist()
+    tokens = [nodes[node] for node in verdict.path] + [verdict.next_token]
+    stops = set(seq.params.stop_token_ids) | (frozenset() if seq.params.ignore_eos else eos_ids)
+    finish: FinishReason | None = None
+    room = seq.limit - len(seq.tokens)
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stops), None)
+    if end is not None and end <= room:
+        tokens, finish = tokens[:end], "stop"
+    elif len(tokens) >= room:
+        tokens, finish = tokens[:room], "length"
+    if seq.sink is not None:
+        emitted = len(seq.tokens) - seq.prompt_len
+        stopped = seq.sink.push(tokens)
+        if stopped is not None:
+            tokens, finish = tokens[: stopped - emitted], "stop"
+    last = "r" if verdict.recovered else "b"
+    origins = ("a" * len(verdict.path) + last)[: len(tokens)]
+    return Emission(tokens, origins, finish)
+
+
+def step_stats(draft: Draft, verdict: Verdict, emission: Emission) -> SpecStats:
+    """Count one step. A node that a stop cut off is not accepted."""
+    accepted = min(len(verdict.path), len(emission.token_ids))
+    record = SpecStats(
+        steps=1,
+        drafted=len(draft),
+        levels=max(depths(draft.parents), default=0),
+        accepted=accepted,
+        emitted=len(emission.token_ids),
+    )
+    record.note_path(accepted)
+    return record
+
+
+def emitted_logprobs(
+    seq: Sequence, verdict: Verdict, emission: Emission, logits: Tensor
+) -> list[TokenLogprob] | None:
+    """Return the target's own log-probability of every emitted token, from its raw logits [n + 1, vocab]."""
+    if seq.params.logprobs is None:
+        return None
+    rows = [0, *(node + 1 for node in verdict.path)]
+    return [
+        sampling.token_logprobs(logits[row], token, seq.params.logprobs)
+        for row, token in zip(rows, emission.token_ids, strict=False)
+    ]

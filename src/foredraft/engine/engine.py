@@ -1,0 +1,306 @@
+"""The one loop: plan, draft, one target pass, verify, emit, commit. Plain decoding is a draft of length 0.
+
+No threads and no clock of its own: whoever calls step() drives it.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foredraft.engine.batch import Batch, Feed, make_batch
+from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs, step_stats
+from foredraft.engine.kv import BLOCK
+from foredraft.engine.protocols import Controller, ForwardOut, Proposer, StepTimes, Target
+from foredraft.engine.scheduler import Planned, Scheduler
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import CapacityError, ConfigError
+from foredraft.sampling import Noise
+from foredraft.types import (
+    NO_DRAFT,
+    Draft,
+    SamplingParams,
+    SpecStats,
+    StepOutput,
+    TextSink,
+    TokenLogprob,
+    Verdict,
+)
+
+SinkMaker = Callable[[SamplingParams], TextSink]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """max_seqs run at once; texts end at max_len tokens; a step feeds at most max_batch_tokens pending
+    tokens; the cache holds kv_tokens positions in all.
+    """
+
+    max_seqs: int = 16
+    max_len: int = 2048
+    max_batch_tokens: int = 512
+    kv_tokens: int = 16 * 2048
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_seqs", 1), ("max_len", 2), ("max_batch_tokens", 1), ("kv_tokens", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
+        if self.max_batch_tokens < self.max_seqs:
+            raise ConfigError(
+                f"max_batch_tokens={self.max_batch_tokens} cannot feed max_seqs={self.max_seqs} sequences: "
+                f"use {self.max_seqs} or more"
+            )
+
+
+class Engine:
+    """Continuous batching over one target and at most one proposer. Requests join and leave at any step."""
+
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer | None = None,
+        *,
+        config: EngineConfig,
+        controller: Controller | None = None,
+        make_sink: SinkMaker | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        if (proposer is None) != (controller is None):
+            raise ConfigError("a proposer needs a controller, and a controller needs a proposer")
+        if config.max_len > target.max_len:
+            raise ConfigError(
+                f"max_len={config.max_len} exceeds the model's context: use {target.max_len} or less"
+            )
+        self.target, self.proposer, self.controller, self.config = target, proposer, controller, config
+        self.stats = SpecStats()
+        self._kv = target.make_kv(config.kv_tokens)
+        self._scheduler = Scheduler(max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
+        self._seqs: dict[str, Sequence] = {}
+        self._cancelled: list[Sequence] = []
+        self._make_sink, self._clock = make_sink, clock
+        self._added = 0
+
+    @property
+    def has_work(self) -> bool:
+        """True while step() has something to do or to report."""
+        return bool(self._seqs or self._cancelled)
+
+    def add(self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None = None) -> str:
+        """Queue a request and return its id. Raises ConfigError or CapacityError, and then queues nothing."""
+        if request_id is None:
+            request_id = f"request-{self._added}"
+        self._check(prompt_ids, params, request_id)
+        self._added += 1
+        room = min(self.config.max_len, self._kv.pool.tokens)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seq = Sequence(
+            request_id=request_id,
+            params=params,
+            tokens=list(prompt_ids),
+            prompt_len=len(prompt_ids),
+            limit=min(room, len(prompt_ids) + params.max_tokens),
+            noise=Noise(seed),
+            sink=self._make_sink(params) if self._make_sink else None,
+            arrived_s=self._clock(),
+        )
+        self._seqs[request_id] = seq
+        self._scheduler.add(seq)
+        return request_id
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and free its cache now; the next step reports it as cancelled. Unknown ids are
+        ignored.
+        """
+        seq = self._seqs.get(request_id)
+        if seq is not None:
+            self._finish(seq)
+            seq.stats.total_s = self._clock() - seq.arrived_s
+            self._cancelled.append(seq)
+
+    def step(self) -> list[StepOutput]:
+        """Run one target pass; return what it gave each request that emitted, finished or was cancelled."""
+        outputs = self._report_cancelled()
+        start = self._clock()
+        plan = self._scheduler.pick(self._kv)
+        if not plan:
+            return outputs
+        seqs = [planned.seq for planned in plan if planned.emits]
+
+        draft_start = self._clock()
+        drafts = self._propose(seqs, sum(planned.feed for planned in plan))
+        draft_s = self._clock() - draft_start
+
+        batch = make_batch(_feeds(plan, drafts))
+        target_start = self._clock()
+        out = self.target.forward(batch, self._kv, self._hidden_layers)
+        target_s = self._clock() - target_start
+
+        logits = [out.logits[rows.start : rows.stop] for rows in batch.logits_of if rows]
+        verdicts = decide(seqs, drafts, logits, self.target.eos_ids)
+        emissions = [
+            cut(seq, draft, verdict, self.target.eos_ids)
+            for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True)
+        ]
+        self._commit(plan, verdicts, emissions)
+        self._observe(batch, out, seqs, verdicts)
+
+        now = self._clock()
+        times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
+        self._account(plan, drafts, verdicts, emissions, times, now)
+        made = []
+        for seq, emission, verdict, rows in zip(seqs, emissions, verdicts, logits, strict=True):
+            made.append(_output(seq, emission, emitted_logprobs(seq, verdict, emission, rows)))
+            if emission.finish_reason is not None:
+                self._finish(seq)
+        if self.controller is not None:
+            self.controller.observe(made, times)
+        return outputs + made
+
+    @property
+    def _hidden_layers(self) -> tuple[int, ...]:
+        return self.proposer.needs.hidden_layers if self.proposer is not None else ()
+
+    def _check(self, prompt_ids: Seq[int], params: SamplingParams, request_id: str) -> None:
+        room = min(self.config.max_len, self._kv.pool.tokens)
+        if not prompt_ids:
+            raise ConfigError("the prompt is empty: give at least one token")
+        if len(prompt_ids) >= room:
+            raise CapacityError(
+                f"the prompt has {len(prompt_ids)} tokens, and with one token of answer at most {room} fit: "
+                "shorten it, or raise max_len or the memory for the KV cache"
+            )
+        vocab = self.target.vocab_size
+        for name, ids in (
+            ("prompt", prompt_ids),
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+        ):
+            wrong = next((token for token in ids if not 0 <= token < vocab), None)
+            if wrong is not None:
+                raise ConfigError(f"{name} has token {wrong}, but the model's vocabulary ends at {vocab - 1}")
+        if params.stop and self._make_sink is None:
+            raise ConfigError(f"stop={params.stop!r} needs a tokenizer, which this engine was not given")
+        if request_id in self._seqs:
+            raise ConfigError(f"request_id={request_id!r} is already running: use another one")
+
+    def _report_cancelled(self) -> list[StepOutput]:
+        outputs = [_output(seq, Emission([], "", "cancelled"), None) for seq in self._cancelled]
+        self._cancelled.clear()
+        return outputs
+
+    def _propose(self, seqs: list[Sequence], batch_tokens: int) -> list[Draft]:
+        """Return one draft a sequence, for which the cache then has slots."""
+        if self.proposer is None or self.controller is None:
+            return [NO_DRAFT] * len(seqs)
+        pool = self._kv.pool
+        budgets = []
+        free = pool.free
+        for seq, auto in zip(seqs, self.controller.budgets(seqs, batch_tokens), strict=True):
+            wanted = auto if seq.params.budget == "auto" else seq.params.budget
+            wanted = wanted if seq.levels_left > 0 else 0
+            room = seq.table.capacity - len(seq.tokens) + free * BLOCK
+            budgets.append(min(wanted, room))
+            free -= max(0, pool.needed(len(seq.tokens) + budgets[-1]) - len(seq.table.blocks))
+        drafts = self.proposer.propose(seqs, budgets)
+        for seq, draft, budget in zip(seqs, drafts, budgets, strict=True):
+            assert len(draft) <= budget
+            grown = pool.grow(seq.table, len(seq.tokens) + len(draft))
+            assert grown
+        return drafts
+
+    def _observe(self, batch: Batch, out: ForwardOut, seqs: Seq[Sequence], verdicts: Seq[Verdict]) -> None:
+        if self.proposer is not None:
+            spans = [span for span, rows in zip(batch.spans, batch.logits_of, strict=True) if rows]
+            hidden = [tuple(layer[span.start : span.stop] for layer in out.hidden) for span in spans]
+            self.proposer.observe(seqs, verdicts, hidden)
+
+    def _commit(self, plan: Seq[Planned], verdicts: Seq[Verdict], emissions: Seq[Emission]) -> None:
+        """Append what was emitted; the cache keeps all of it but the last token, accepted nodes moved
+        together.
+        """
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        decided = iter(zip(verdicts, emissions, strict=True))
+        for planned in plan:
+            seq = planned.seq
+            if not planned.emits:
+                seq.kv_len += planned.feed
+                continue
+            verdict, emission = next(decided)
+            first = len(seq.tokens)  # the position after the root
+            kept = verdict.path[: len(emission.token_ids) - 1]
+            if kept != tuple(range(len(kept))):
+                sources.append(torch.cat([seq.table.slot_ids(first + n, first + n + 1) for n in kept]))
+                targets.append(seq.table.slot_ids(first, first + len(kept)))
+            seq.tokens += emission.token_ids
+            seq.kv_len = len(seq.tokens) - 1
+            self._kv.pool.shrink(seq.table, len(seq.tokens))
+        if sources:
+            self._kv.move(torch.cat(sources), torch.cat(targets))
+
+    def _account(
+        self,
+        plan: Seq[Planned],
+        drafts: Seq[Draft],
+        verdicts: Seq[Verdict],
+        emissions: Seq[Emission],
+        times: StepTimes,
+        now: float,
+    ) -> None:
+        """Add one step to the records of its requests and of the engine."""
+        decided = iter(zip(drafts, verdicts, emissions, strict=True))
+        for planned in plan:
+            seq, record = planned.seq, SpecStats()
+            emission = Emission([], "", None)
+            if planned.emits:
+                draft, verdict, emission = next(decided)
+                record = step_stats(draft, verdict, emission)
+            if seq.stats.emitted == 0:
+                record.prompt_s = (times.draft_s + times.target_s + times.other_s) / len(plan)
+                record.ttft_s = now - seq.arrived_s if emission.token_ids else 0.0
+            else:
+                record.draft_s = times.draft_s / len(plan)
+                record.target_s = times.target_s / len(plan)
+                record.other_s = times.other_s / len(plan)
+            seq.stats.add(record)
+            seq.stats.total_s = now - seq.arrived_s
+            self.stats.add(record)
+
+    def _finish(self, seq: Sequence) -> None:
+        """Forget a request: its blocks are free and its id can be used again."""
+        self._scheduler.remove(seq, self._kv)
+        if self.proposer is not None:
+            self.proposer.forget(seq.request_id)
+        del self._seqs[seq.request_id]
+
+
+def _feeds(plan: Seq[Planned], drafts: Seq[Draft]) -> list[Feed]:
+    left = iter(drafts)
+    return [
+        Feed(
+            tokens=planned.seq.tokens[planned.seq.kv_len : planned.seq.kv_len + planned.feed],
+            kv_len=planned.seq.kv_len,
+            table=planned.seq.table,
+            draft=next(left) if planned.emits else None,
+        )
+        for planned in plan
+    ]
+
+
+def _output(seq: Sequence, emission: Emission, logprobs: list[TokenLogprob] | None) -> StepOutput:
+    final = emission.finish_reason is not None
+    return StepOutput(
+        request_id=seq.request_id,
+        token_ids=emission.token_ids,
+        origins=emission.origins,
+        logprobs=logprobs,
+        text=seq.sink.take(final=final) if seq.sink is not None else "",
+        finish_reason=emission.finish_reason,
+        stats=seq.stats,
+    )

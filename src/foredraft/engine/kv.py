@@ -1,0 +1,156 @@
+"""The KV cache: one pool of slots, shared by all sequences and addressed by position.
+
+A sequence owns blocks of BLOCK slots; position `pos` lives in slot `blocks[pos // BLOCK] * BLOCK + pos %
+BLOCK`. Rolling back is forgetting: positions from `kv_len` on are simply overwritten. The allocator keeps a
+sequence's blocks in one run where it can, because a run is read as a view, without a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from foredraft.errors import CapacityError
+
+BLOCK = 32
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one sequence, in order of position."""
+
+    blocks: list[int] = field(default_factory=list)
+    run: bool = True  # blocks are consecutive
+
+    @property
+    def capacity(self) -> int:
+        """How many positions have a slot."""
+        return len(self.blocks) * BLOCK
+
+    def slots(self, start: int, stop: int) -> slice | Tensor:
+        """Return the slots of positions start … stop - 1: a slice where they are one run, else int64 [stop -
+        start].
+        """
+        assert 0 <= start <= stop <= self.capacity
+        if self.run:
+            first = self.blocks[0] * BLOCK if self.blocks else 0
+            return slice(first + start, first + stop)
+        return self.slot_ids(start, stop)
+
+    def slot_ids(self, start: int, stop: int) -> Tensor:
+        """Return the slots of positions start … stop - 1, int64 [stop - start]."""
+        pos = torch.arange(start, stop)
+        return torch.tensor(self.blocks, dtype=torch.int64)[pos // BLOCK] * BLOCK + pos % BLOCK
+
+
+class BlockPool:
+    """Which blocks are free. Plain bookkeeping, no tensors."""
+
+    def __init__(self, blocks: int) -> None:
+        self._free = [True] * blocks
+        self.free = blocks
+
+    @property
+    def size(self) -> int:
+        """All blocks, free or not."""
+        return len(self._free)
+
+    @property
+    def tokens(self) -> int:
+        """All slots, free or not."""
+        return self.size * BLOCK
+
+    @staticmethod
+    def needed(length: int) -> int:
+        """How many blocks hold `length` positions."""
+        return -(-length // BLOCK)
+
+    def grow(self, table: BlockTable, length: int) -> bool:
+        """Give `table` slots for positions 0 … length - 1; False, and nothing taken, if the pool is short."""
+        missing = self.needed(length) - len(table.blocks)
+        if missing > self.free:
+            return False
+        for _ in range(missing):
+            block = self._next(table)
+            self._free[block] = False
+            table.run = table.run and (not table.blocks or block == table.blocks[-1] + 1)
+            table.blocks.append(block)
+        self.free -= max(missing, 0)
+        return True
+
+    def shrink(self, table: BlockTable, length: int) -> None:
+        """Give back the blocks that positions 0 … length - 1 do not need."""
+        spare = table.blocks[self.needed(length) :]
+        if not spare:
+            return
+        for block in spare:
+            self._free[block] = True
+        self.free += len(spare)
+        del table.blocks[-len(spare) :]
+        table.run = all(b == a + 1 for a, b in zip(table.blocks, table.blocks[1:], strict=False))
+
+    def _next(self, table: BlockTable) -> int:
+        """The block after the last one if it is free; else the middle of the longest free run.
+
+        The middle leaves room for the neighbour on the left to grow in one run.
+        """
+        if table.blocks:
+            after = table.blocks[-1] + 1
+            if after < self.size and self._free[after]:
+                return after
+        start, length = self._longest_run()
+        return start if start == 0 else start + length // 2
+
+    def _longest_run(self) -> tuple[int, int]:
+        best, best_length, length = 0, 0, 0
+        for block, free in enumerate(self._free):
+            length = length + 1 if free else 0
+            if length > best_length:
+                best, best_length = block - length + 1, length
+        return best, best_length
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Of one attention layer: KV heads, and the width of a key and of a value."""
+
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        """Bytes that one position takes in this layer."""
+        return self.heads * (self.key_dim + self.value_dim) * dtype.itemsize
+
+
+class KVCache:
+    """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of every layer."""
+
+    def __init__(
+        self, layers: Seq[LayerShape], tokens: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    ) -> None:
+        blocks = BlockPool.needed(tokens)
+        size = sum(layer.bytes_per_token(dtype) for layer in layers) * blocks * BLOCK
+        try:
+            self.keys = [self._empty(blocks, s.heads, s.key_dim, dtype, device) for s in layers]
+            self.values = [self._empty(blocks, s.heads, s.value_dim, dtype, device) for s in layers]
+        except (RuntimeError, MemoryError) as error:
+            raise CapacityError(
+                f"a KV cache of {tokens} tokens needs {size / 2**30:.2f} GiB on {device}, "
+                "which could not be had: lower max_seqs or max_len"
+            ) from error
+        self.pool = BlockPool(blocks)
+        self.device = torch.device(device)
+
+    @staticmethod
+    def _empty(blocks: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+        return torch.empty(blocks * BLOCK, heads, dim, dtype=dtype, device=device)
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy slots `source` to slots `target` (int64 [n] each) in every layer."""
+        source, target = source.to(self.device), target.to(self.device)
+        for store in (*self.keys, *self.values):
+            store[target] = store[source]

@@ -1,0 +1,94 @@
+"""Who runs in the next step: decoding sequences first, then prompts in chunks, then who waits.
+
+Running sequences are kept in order of arrival. When the cache is short the youngest one gives its blocks back
+and waits, first in line, to be fed again; so the oldest always goes on and nobody starves.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from foredraft.engine.kv import KVCache
+from foredraft.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One sequence of a step, and how many of its pending tokens are fed."""
+
+    seq: Sequence
+    feed: int
+
+    @property
+    def emits(self) -> bool:
+        """True when all its pending tokens are fed, so that a token follows."""
+        return self.feed == self.seq.pending
+
+
+class Scheduler:
+    """Owns which sequences wait and which run; at most max_seqs run, and feed max_batch_tokens a step."""
+
+    def __init__(self, *, max_seqs: int, max_batch_tokens: int) -> None:
+        self.max_seqs, self.max_batch_tokens = max_seqs, max_batch_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    def add(self, seq: Sequence) -> None:
+        """Put a new sequence at the end of the line."""
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence, kv: KVCache) -> None:
+        """Take a finished or cancelled sequence out and free its blocks."""
+        kv.pool.shrink(seq.table, 0)
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+
+    def pick(self, kv: KVCache) -> list[Planned]:
+        """Plan one step; every planned sequence has slots for what it feeds."""
+        self._admit(kv)
+        plan: list[Planned] = []
+        left = self.max_batch_tokens
+        for seq in sorted(
+            self.running, key=lambda seq: seq.pending > 1
+        ):  # stable: by arrival within each kind
+            feed = min(seq.pending, left)
+            if feed > 0 and seq in self.running and self._make_room(seq, seq.kv_len + feed, kv, plan):
+                plan.append(Planned(seq, feed))
+                left -= feed
+        return plan
+
+    def _admit(self, kv: KVCache) -> None:
+        """Let sequences in while the cache can hold all they have so far, and one token more."""
+        promised = sum(_blocks_short(seq, kv) for seq in self.running)
+        while self.waiting and len(self.running) < self.max_seqs:
+            need = _blocks_short(self.waiting[0], kv)
+            if promised + need > kv.pool.free:
+                return
+            promised += need
+            self.running.append(self.waiting.popleft())
+
+    def _make_room(self, seq: Sequence, length: int, kv: KVCache, plan: list[Planned]) -> bool:
+        """Give `seq` slots, sending the youngest away while the cache is short; False if that was `seq`
+        itself.
+        """
+        while not kv.pool.grow(seq.table, length):
+            youngest = self.running[-1]
+            self.preempt(youngest, kv)
+            plan[:] = [planned for planned in plan if planned.seq is not youngest]
+            if youngest is seq:
+                return False
+        return True
+
+    def preempt(self, seq: Sequence, kv: KVCache) -> None:
+        """Take a running sequence's cache; it waits first in line and is fed again from its first token."""
+        kv.pool.shrink(seq.table, 0)
+        seq.kv_len = 0
+        self.running.remove(seq)
+        self.waiting.appendleft(seq)
+
+
+def _blocks_short(seq: Sequence, kv: KVCache) -> int:
+    return max(0, kv.pool.needed(len(seq.tokens) + 1) - len(seq.table.blocks))

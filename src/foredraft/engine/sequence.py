@@ -1,0 +1,41 @@
+"""One request inside the engine: plain data and a few facts derived from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from foredraft.engine.kv import BlockTable
+from foredraft.sampling import Noise
+from foredraft.types import SamplingParams, SpecStats, TextSink
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens 0 … kv_len - 1 are in the cache; the rest are pending. While decoding just the last one is."""
+
+    request_id: str
+    params: SamplingParams
+    tokens: list[int]  # prompt, then output
+    prompt_len: int
+    limit: int  # tokens at which it ends by length: prompt and max_tokens, or the context
+    noise: Noise
+    sink: TextSink | None
+    arrived_s: float
+    kv_len: int = 0
+    table: BlockTable = field(default_factory=BlockTable)
+    stats: SpecStats = field(default_factory=SpecStats)
+
+    @property
+    def output(self) -> list[int]:
+        """The emitted tokens."""
+        return self.tokens[self.prompt_len :]
+
+    @property
+    def pending(self) -> int:
+        """How many tokens the cache lacks."""
+        return len(self.tokens) - self.kv_len
+
+    @property
+    def levels_left(self) -> int:
+        """How deep a draft can be of use: the last token that may be emitted is never a guess."""
+        return self.limit - len(self.tokens) - 1

@@ -1,0 +1,5 @@
+"""Models behind the Target protocol."""
+
+from foredraft.models.hf_causal import HFCausal, load_target
+
+__all__ = ["HFCausal", "load_target"]

@@ -1,0 +1,195 @@
+"""Attention of a flat, ragged batch over the slot cache: trees, sliding windows and grouped heads are masks.
+
+`Attend` is built once a step and travels through the model as a keyword argument. Sequences that decode are
+padded into one call; a long chunk of prompt gets a call of its own, so padding never exceeds a few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from foredraft.engine.batch import Batch, Span
+from foredraft.engine.kv import KVCache
+from foredraft.tree import ancestor_mask, depths
+
+FEW_ROWS = 32  # spans up to this size are padded together; grouped heads are folded into rows up to it
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """How a layer attends: scale of the scores, width of the sliding window, cap on the scores."""
+
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(slots=True)
+class _Group:
+    """Spans attended in one call, padded to `rows` rows and `length` positions.
+
+    rows_at: int64 [spans, rows] or a slice of the flat rows; slots_at: int64 [spans, length] or a slice of
+    the cache. Padding repeats row and slot 0 of the span; what it computes is dropped. valid: int64 [real
+    rows] into [spans * rows] (None: all are real), target_rows: int64 [real rows] into the flat rows.
+    """
+
+    spans: Seq[Span]
+    rows: int
+    length: int
+    rows_at: slice | Tensor
+    slots_at: slice | Tensor
+    valid: Tensor | None
+    target_rows: Tensor | None
+    masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+
+
+class Attend:
+    """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it."""
+
+    def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
+        self.kv, self.device, self.dtype = kv, device, dtype
+        self.positions = batch.positions
+        written = [span.table.slots(span.first_slot, span.length) for span in batch.spans]
+        if len(written) == 1:
+            self.written = written[0] if isinstance(written[0], slice) else written[0].to(device)
+        else:
+            ids = [span.table.slot_ids(span.first_slot, span.length) for span in batch.spans]
+            self.written = torch.cat(ids).to(device)
+        few = [span for span in batch.spans if span.rows <= FEW_ROWS]
+        many = [span for span in batch.spans if span.rows > FEW_ROWS]
+        groups = [[span] for span in many] + ([few] if few else [])
+        self.groups = [self._group(spans) for spans in groups]
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
+        """query: [heads, rows, dim]; key, value: [kv_heads, rows, dim]. Returns [rows, heads, value_dim]."""
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        keys[self.written] = key.transpose(0, 1)
+        values[self.written] = value.transpose(0, 1)
+        if len(self.groups) == 1 and self.groups[0].target_rows is None:
+            return self._attend(self.groups[0], query, keys, values, head)[0]
+        out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+        for group in self.groups:
+            found = self._attend(group, query, keys, values, head)
+            if group.target_rows is None:
+                out[group.rows_at] = found[0]
+            else:
+                flat = found.flatten(0, 1)
+                out[group.target_rows] = flat if group.valid is None else flat[group.valid]
+        return out
+
+    def _attend(self, group: _Group, query: Tensor, keys: Tensor, values: Tensor, head: Head) -> Tensor:
+        """Return [spans, rows, heads, value_dim]."""
+        if isinstance(group.rows_at, slice):
+            q = query[:, group.rows_at].unsqueeze(0)  # [1, heads, rows, dim]
+        else:
+            q = query[:, group.rows_at].transpose(0, 1)  # [spans, heads, rows, dim]
+        if isinstance(group.slots_at, slice):
+            k = keys[group.slots_at].transpose(0, 1).unsqueeze(0)  # [1, kv_heads, length, dim], a view
+            v = values[group.slots_at].transpose(0, 1).unsqueeze(0)
+        else:
+            k = keys[group.slots_at].transpose(1, 2)  # [spans, kv_heads, length, dim]
+            v = values[group.slots_at].transpose(1, 2)
+        return attention(q, k, v, self._mask(group, head.window), head).transpose(1, 2)
+
+    def _group(self, spans: Seq[Span]) -> _Group:
+        rows = max(span.rows for span in spans)
+        length = max(span.length for span in spans)
+        if len(spans) == 1:
+            span = spans[0]
+            slots = span.table.slots(0, length)
+            return _Group(
+                spans=spans,
+                rows=rows,
+                length=length,
+                rows_at=slice(span.start, span.stop),
+                slots_at=slots if isinstance(slots, slice) else slots.unsqueeze(0).to(self.device),
+                valid=None,
+                target_rows=None,
+            )
+        rows_at = torch.stack([_padded(torch.arange(s.start, s.stop), rows) for s in spans])
+        slots_at = torch.stack([_padded(s.table.slot_ids(0, s.length), length) for s in spans])
+        real = torch.stack([torch.arange(rows) < s.rows for s in spans])
+        return _Group(
+            spans=spans,
+            rows=rows,
+            length=length,
+            rows_at=rows_at.to(self.device),
+            slots_at=slots_at.to(self.device),
+            valid=None if bool(real.all()) else real.flatten().nonzero().flatten().to(self.device),
+            target_rows=rows_at[real].to(self.device),
+        )
+
+    def _mask(self, group: _Group, window: int | None) -> Tensor | None:
+        """Additive mask [spans, 1, rows, length], or None where every row sees everything."""
+        if window is not None and group.length <= window:
+            window = None
+        if window not in group.masks:
+            seen = torch.zeros(len(group.spans), group.rows, group.length, dtype=torch.bool)
+            for seq, span in enumerate(group.spans):
+                seen[seq, : span.rows, : span.length] = visible(span, self.positions, window)
+                seen[seq, span.rows :, 0] = True  # a padding row must see something, or softmax makes NaN
+            mask = None
+            if not bool(seen.all()):
+                mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
+                mask = mask.unsqueeze(1).to(self.device)
+            group.masks[window] = mask
+        return group.masks[window]
+
+
+def visible(span: Span, positions: Tensor, window: int | None) -> Tensor:
+    """Return which cache positions each row of a span sees, bool [rows, length].
+
+    A row sees the cache, the pending tokens up to itself, and of the draft its ancestors and itself; of all
+    that, with a window, only what lies less than `window` positions back.
+    """
+    tokens = span.kv_len + span.pending
+    seen = torch.ones(span.rows, span.length, dtype=torch.bool).tril(span.first_slot)
+    if not span.is_chain:
+        seen[span.pending :, tokens:] = ancestor_mask(span.parents)[span.cached_nodes :]
+    if window is not None:
+        seen_pos = torch.arange(span.length)
+        if span.parents:
+            seen_pos[tokens:] = tokens - 1 + torch.tensor(depths(span.parents))
+        row_pos = positions[span.start : span.stop]
+        seen &= row_pos[:, None] - seen_pos[None, :] < window
+    return seen
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:
+    """q: [b, heads, rows, dim]; k, v: [b, kv_heads, length, ·]; mask: [b, 1, rows, length]. Returns q's
+    layout.
+
+    The heads that share a key are folded into the rows of one head when rows are few: the keys are then read
+    once a group instead of once a head.
+    """
+    b, heads, rows, dim = q.shape
+    share = heads // k.shape[1]
+    if share > 1 and rows <= FEW_ROWS:
+        q = q.reshape(b, k.shape[1], share * rows, dim)
+        mask = None if mask is None else mask.repeat(1, 1, share, 1)
+        return _attention(q, k, v, mask, head).reshape(b, heads, rows, v.shape[-1])
+    return _attention(q, k, v, mask, head)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:
+    if head.softcap is None:
+        extra: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=head.scale, **extra)
+    if q.shape[1] != k.shape[1]:
+        k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+        v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
+    scale = q.shape[-1] ** -0.5 if head.scale is None else head.scale
+    scores = torch.tanh(torch.matmul(q, k.transpose(2, 3)) * scale / head.softcap) * head.softcap
+    if mask is not None:
+        scores = scores + mask
+    return torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype), v)
+
+
+def _padded(ids: Tensor, length: int) -> Tensor:
+    return torch.cat([ids, ids[:1].expand(length - len(ids))])

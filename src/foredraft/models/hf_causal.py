@@ -1,0 +1,222 @@
+"""Any decoder-only transformers model as a target: its own modules, our attention, our cache."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.engine.batch import Batch, Feed, make_batch
+from foredraft.engine.kv import BlockTable, KVCache, LayerShape
+from foredraft.engine.protocols import ForwardOut
+from foredraft.errors import ConfigError, ModelError
+from foredraft.models.attention import Attend, Head
+from foredraft.models.packed import can_pack, pack_linears
+from foredraft.types import NO_DRAFT
+
+_IMPLEMENTATION = "foredraft"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# What models hand to their attention that says nothing about the law.
+_HARMLESS = {
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "cache_position",
+    "cache",
+}
+
+
+def _attention(
+    module: Any,
+    query: Tensor,  # [1, heads, rows, dim]
+    key: Tensor,  # [1, kv_heads, rows, dim]
+    value: Tensor,
+    _mask: Any,
+    *,
+    foredraft: Attend | _Probe,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **other: Any,
+) -> tuple[Tensor, None]:
+    """The attention function that transformers calls in every layer."""
+    if isinstance(foredraft, _Probe):
+        foredraft.note(module, other)
+    head = Head(scale=scaling, window=sliding_window, softcap=softcap)
+    return foredraft(module.layer_idx, query[0], key[0], value[0], head).unsqueeze(0), None
+
+
+class _Probe:
+    """Stands in for Attend once, to learn what the layers are and what they ask of attention."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+        self.refused: set[str] = set()
+
+    def note(self, module: Any, other: dict[str, Any]) -> None:
+        self.refused |= {name for name, value in other.items() if value is not None} - _HARMLESS
+        if module.layer_idx in self.shapes:
+            self.refused.add(f"layer {module.layer_idx} attending twice")
+        if not getattr(module, "is_causal", True):
+            self.refused.add("attention that is not causal")
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
+        self.shapes[layer] = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
+        return value.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
+
+
+class HFCausal:
+    """A decoder-only transformers model behind the Target protocol.
+
+    `model` must have been loaded with our attention (see load_target). Logits equal the model's own forward.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        self.model, self.name = model, name
+        config = model.config.get_text_config()
+        self.vocab_size: int = config.vocab_size
+        self.max_len: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self.eos_ids = _eos_ids(model)
+        self.layers = self._probe(config.num_hidden_layers)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one position takes in the cache, over all layers."""
+        return sum(layer.bytes_per_token(self.dtype) for layer in self.layers)
+
+    def make_kv(self, tokens: int) -> KVCache:
+        """Return an empty cache for `tokens` positions in all; raises CapacityError."""
+        return KVCache(self.layers, tokens, dtype=self.dtype, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KVCache, hidden_layers: tuple[int, ...] = ()) -> ForwardOut:
+        """Run all rows in one pass. hidden_layers: indices as in transformers' hidden_states, 0 the
+        embedding.
+        """
+        return self._run(batch, Attend(batch, kv, self.device, self.dtype), hidden_layers)
+
+    def _run(self, batch: Batch, attend: Attend | _Probe, hidden_layers: tuple[int, ...]) -> ForwardOut:
+        more = {"output_hidden_states": True} if hidden_layers else {}
+        out = self.model(
+            input_ids=batch.token_ids.unsqueeze(0).to(self.device),
+            position_ids=batch.positions.unsqueeze(0).to(self.device),
+            use_cache=False,
+            logits_to_keep=batch.logit_rows.to(self.device),
+            foredraft=attend,
+            **more,
+        )
+        return ForwardOut(out.logits[0], tuple(out.hidden_states[layer][0] for layer in hidden_layers))
+
+    @torch.inference_mode()
+    def _probe(self, expected: int) -> list[LayerShape]:
+        """Run one token to see every layer attend; raises ModelError where that is not all there is."""
+        if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
+            raise ModelError(
+                f"{self.name}: {type(self.model).__name__} computes no logits for chosen rows alone"
+            )
+        probe = _Probe()
+        try:
+            self._run(make_batch([Feed([0], 0, BlockTable(), NO_DRAFT)]), probe, ())
+        except TypeError as error:
+            raise ModelError(
+                f"{self.name}: {type(self.model).__name__} cannot take our attention: {error}"
+            ) from error
+        if probe.refused:
+            odd = ", ".join(sorted(probe.refused))
+            raise ModelError(f"{self.name}: its attention needs {odd}, which is not supported")
+        if sorted(probe.shapes) != list(range(expected)):
+            raise ModelError(
+                f"{self.name}: {expected - len(probe.shapes)} of {expected} layers do not attend through "
+                "transformers' attention interface, so their state cannot be rolled back: use a model whose "
+                "layers all do"
+            )
+        return [probe.shapes[layer] for layer in range(expected)]
+
+
+def load_target(path: Path, *, dtype: str = "auto", device: str = "auto") -> HFCausal:
+    """Load a directory of safetensors. Raises ModelError if the model cannot be run exactly, ConfigError on
+    options.
+    """
+    import transformers
+
+    transformers.AttentionInterface.register(_IMPLEMENTATION, _attention)
+    where = _device(device)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
+    _refuse(config, path)
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=_dtype(dtype, config, where), attn_implementation=_IMPLEMENTATION
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{path}: cannot be loaded: {_first_line(error)}") from error
+    model = model.eval().to(where)
+    target = HFCausal(model, str(path))
+    if can_pack(target.dtype, where):
+        pack_linears(model)
+    return target
+
+
+def _refuse(config: Any, path: Path) -> None:
+    """Refuse what is known from the config alone; the probe finds the rest."""
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{path}: {config.model_type} is an encoder-decoder model: only decoder-only models run"
+        )
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(
+            f"{path}: {config.model_type} has layers of type {', '.join(sorted(kinds))}, whose state cannot "
+            "be rolled back: use a model with full or sliding attention only"
+        )
+    if getattr(text, "use_bidirectional_attention", None):
+        raise ModelError(f"{path}: {config.model_type} attends to later tokens: only causal models run")
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        kept = stored if isinstance(stored, torch.dtype) else _DTYPES.get(str(stored), torch.float32)
+        slow = device.type == "cpu" and kept != torch.float32 and not can_pack(torch.bfloat16, device)
+        if slow or kept not in _DTYPES.values():
+            return torch.float32
+        return torch.bfloat16 if device.type == "cpu" and kept == torch.float16 else kept
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is unknown: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name!r} is not there: {torch.cuda.device_count()} CUDA devices; use device='cpu'"
+        )
+    return device
+
+
+def _eos_ids(model: Any) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    ids = getattr(generation, "eos_token_id", None)
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

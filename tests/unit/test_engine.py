@@ -1,0 +1,256 @@
+"""The loop over a fake target whose logits depend on every cached token: any slip in the books changes the
+text.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+import pytest
+import torch
+
+from fakes import ContextTarget, RandomProposer
+from foredraft.control import FixedBudget
+from foredraft.engine import Engine, EngineConfig
+from foredraft.engine.kv import BLOCK
+from foredraft.errors import CapacityError, ConfigError
+from foredraft.propose import DraftModelProposer, NgramProposer
+from foredraft.types import SamplingParams, StepOutput
+
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+CONFIG = EngineConfig(max_seqs=4, max_len=512, max_batch_tokens=16, kv_tokens=2048)
+
+
+def prompt_of(length: int, seed: int, vocab: int = 7) -> list[int]:
+    return torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def plain_greedy(target: ContextTarget, prompt: list[int], length: int) -> list[int]:
+    """The definition: argmax, again and again."""
+    text = list(prompt)
+    for _ in range(length):
+        text.append(int(target.logits(text).argmax()))
+        if text[-1] in target.eos_ids:
+            break
+    return text[len(prompt) :]
+
+
+def drafting(target: ContextTarget, proposer: object, budget: int = 5, **config: int) -> Engine:
+    options = {**{name: getattr(CONFIG, name) for name in CONFIG.__slots__}, **config}
+    return Engine(
+        target,
+        proposer,  # type: ignore[arg-type]
+        config=EngineConfig(**options),
+        controller=FixedBudget(budget),
+    )
+
+
+def run(engine: Engine, limit: int = 10_000) -> dict[str, list[StepOutput]]:
+    found: dict[str, list[StepOutput]] = {}
+    for _ in range(limit):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            found.setdefault(output.request_id, []).append(output)
+    assert not engine.has_work
+    pool = engine._kv.pool
+    assert pool.free == pool.size
+    return found
+
+
+def tokens(outputs: list[StepOutput]) -> list[int]:
+    return [token for output in outputs for token in output.token_ids]
+
+
+PROPOSERS = {
+    "random trees": lambda target: RandomProposer(target),
+    "random chains": lambda target: RandomProposer(target, chain=True),
+    "ngram": lambda target: NgramProposer(min_size=1),
+    "same model": lambda target: DraftModelProposer(
+        ContextTarget(target.vocab_size, seed=target.seed), vocab_size=target.vocab_size, kv_tokens=4096
+    ),
+    "other model, tree": lambda target: DraftModelProposer(
+        ContextTarget(target.vocab_size + 2, seed=1, order=1),
+        vocab_size=target.vocab_size,
+        kv_tokens=4096,
+        tree=(3, 2, 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PROPOSERS)
+def test_greedy_text_is_the_targets_own(name: str) -> None:
+    target = ContextTarget(eos_ids=[3])
+    prompts = [prompt_of(length, length) for length in (1, 5, 17, 40, 63, 64, 65, 2, 90)]
+    engine = drafting(target, PROPOSERS[name](target))
+    ids = [engine.add(prompt, GREEDY) for prompt in prompts]
+    found = run(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert tokens(found[request_id]) == plain_greedy(target, prompt, 40)
+        stats = found[request_id][-1].stats
+        assert stats.emitted == len(tokens(found[request_id]))
+        assert stats.accepted <= stats.levels <= stats.drafted
+        assert sum(stats.accepted_at) == stats.accepted
+        assert stats.steps == len(found[request_id])
+
+
+def test_a_perfect_draft_is_accepted_whole() -> None:
+    target = ContextTarget()
+    engine = drafting(target, PROPOSERS["same model"](target), budget=4)
+    engine.add(prompt_of(6, 1), SamplingParams(temperature=0, max_tokens=50))
+    (outputs,) = run(engine).values()
+    stats = outputs[-1].stats
+    assert stats.accept_rate == 1
+    assert stats.steps == 10
+    assert stats.mean_emitted == 5
+    assert stats.accepted_at == [10] * 4
+    assert "".join(output.origins for output in outputs) == "aaaab" * 10
+
+
+def test_sampling_with_one_seed_gives_one_text_under_matching() -> None:
+    """Fixed drafts are verified by matching, so drafting never shows."""
+    target = ContextTarget()
+    params = SamplingParams(seed=5, max_tokens=60, temperature=1.3, top_p=0.9)
+    texts = []
+    for proposer in (None, RandomProposer(target), NgramProposer(min_size=1)):
+        engine = drafting(target, proposer) if proposer else Engine(target, config=CONFIG)
+        engine.add(prompt_of(9, 2), params)
+        (outputs,) = run(engine).values()
+        texts.append(tokens(outputs))
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_reproducible_holds_for_drawn_drafts() -> None:
+    target = ContextTarget()
+    params = SamplingParams(seed=5, max_tokens=60, reproducible=True)
+    texts = []
+    for proposer in (None, PROPOSERS["same model"](target)):
+        engine = drafting(target, proposer) if proposer else Engine(target, config=CONFIG)
+        engine.add(prompt_of(9, 2), params)
+        (outputs,) = run(engine).values()
+        texts.append(tokens(outputs))
+    assert texts[0] == texts[1]
+    assert outputs[-1].stats.accept_rate == 1  # the same law and the same noise always agree
+
+
+def test_little_memory_only_makes_requests_wait() -> None:
+    """Preempted and resumed requests give the same text as undisturbed ones."""
+    target = ContextTarget()
+    prompts = [prompt_of(30 + 7 * seed, seed) for seed in range(6)]
+    engine = drafting(target, RandomProposer(target), max_len=160, kv_tokens=5 * BLOCK)
+    ids = [engine.add(prompt, SamplingParams(temperature=0, max_tokens=60)) for prompt in prompts]
+    found = run(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert tokens(found[request_id]) == plain_greedy(target, prompt, 60)
+
+
+def test_requests_join_and_leave_at_any_step() -> None:
+    target = ContextTarget()
+    engine = drafting(target, RandomProposer(target))
+    prompts = {f"r{i}": prompt_of(3 + i, i) for i in range(8)}
+    found: dict[str, list[int]] = {}
+    reasons: dict[str, str | None] = {}
+    for step in count():
+        if step % 2 == 0 and step // 2 < 8:
+            engine.add(prompts[f"r{step // 2}"], GREEDY, f"r{step // 2}")
+        if step == 9:
+            engine.cancel("r2")
+            engine.cancel("never heard of")
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+            reasons[output.request_id] = output.finish_reason
+        if step > 20 and not engine.has_work:
+            break
+    for request_id, prompt in prompts.items():
+        whole = plain_greedy(target, prompt, 40)
+        assert found[request_id] == whole[: len(found[request_id])]
+        assert reasons[request_id] == ("cancelled" if request_id == "r2" else "length")
+    assert engine._kv.pool.free == engine._kv.pool.size
+    assert not engine.proposer.known  # type: ignore[union-attr]
+
+
+def test_stops_inside_an_accepted_run_cut_text_and_cache_alike() -> None:
+    target = ContextTarget()
+    prompt = prompt_of(6, 1)
+    whole = plain_greedy(target, prompt, 40)
+    stop = whole[20]
+    wanted = whole[: whole.index(stop) + 1]
+    engine = drafting(target, PROPOSERS["same model"](target), budget=7)
+    engine.add(prompt, SamplingParams(temperature=0, max_tokens=40, stop_token_ids=(stop,)))
+    (outputs,) = run(engine).values()
+    assert tokens(outputs) == wanted
+    assert outputs[-1].finish_reason == "stop"
+    assert outputs[-1].stats.emitted == len(wanted)
+
+
+def test_min_tokens_and_ignore_eos() -> None:
+    target = ContextTarget(eos_ids=[3])
+    prompt = prompt_of(6, 1)
+    for proposer in (None, PROPOSERS["same model"](target)):
+        engine = drafting(target, proposer) if proposer else Engine(target, config=CONFIG)
+        late = engine.add(prompt, SamplingParams(temperature=0, max_tokens=40, min_tokens=30))
+        never = engine.add(prompt, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True))
+        found = run(engine)
+        assert 3 not in tokens(found[late])[:29]
+        assert len(tokens(found[never])) == 40
+        unending = ContextTarget()
+        assert tokens(found[never]) == plain_greedy(unending, prompt, 40)
+
+
+def test_logprobs_are_the_targets_at_every_emitted_token() -> None:
+    target = ContextTarget()
+    prompt = prompt_of(6, 1)
+    engine = drafting(target, RandomProposer(target))
+    engine.add(prompt, SamplingParams(temperature=0, max_tokens=30, logprobs=2))
+    (outputs,) = run(engine).values()
+    text = list(prompt)
+    for output in outputs:
+        assert output.logprobs is not None
+        for token, entry in zip(output.token_ids, output.logprobs, strict=True):
+            law = torch.log_softmax(target.logits(text), -1)
+            assert entry.token == token
+            assert entry.logprob == pytest.approx(float(law[token]), abs=1e-5)
+            assert [t for t, _ in entry.top] == law.topk(2).indices.tolist()
+            text.append(token)
+
+
+def test_budget_per_request_overrides_the_controller() -> None:
+    target = ContextTarget()
+    engine = drafting(target, PROPOSERS["same model"](target), budget=5)
+    plain = engine.add(prompt_of(6, 1), SamplingParams(temperature=0, max_tokens=40, budget=0))
+    short = engine.add(prompt_of(6, 1), SamplingParams(temperature=0, max_tokens=40, budget=1))
+    found = run(engine)
+    assert found[plain][-1].stats.drafted == 0
+    assert found[short][-1].stats.mean_emitted == 2
+    assert tokens(found[plain]) == tokens(found[short])
+
+
+def test_context_end_is_length() -> None:
+    target = ContextTarget()
+    engine = drafting(target, PROPOSERS["same model"](target), max_len=50)
+    engine.add(prompt_of(40, 1), SamplingParams(temperature=0, max_tokens=100))
+    (outputs,) = run(engine).values()
+    assert len(tokens(outputs)) == 10
+    assert outputs[-1].finish_reason == "length"
+
+
+def test_bad_requests_are_refused_at_once() -> None:
+    target = ContextTarget()
+    engine = Engine(target, config=EngineConfig(max_seqs=2, max_len=20, max_batch_tokens=8, kv_tokens=64))
+    with pytest.raises(ConfigError, match="prompt is empty"):
+        engine.add([], GREEDY)
+    with pytest.raises(CapacityError, match="prompt has 20 tokens"):
+        engine.add([1] * 20, GREEDY)
+    with pytest.raises(ConfigError, match="prompt has token 7, but the model's vocabulary ends at 6"):
+        engine.add([1, 7], GREEDY)
+    with pytest.raises(ConfigError, match="logit_bias has token 9"):
+        engine.add([1], SamplingParams(logit_bias={9: 1.0}))
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        engine.add([1], SamplingParams(stop=("x",)))
+    engine.add([1], GREEDY, "a")
+    with pytest.raises(ConfigError, match="already running"):
+        engine.add([1], GREEDY, "a")
+    with pytest.raises(ConfigError, match="max_batch_tokens=1"):
+        EngineConfig(max_seqs=2, max_batch_tokens=1)
+    with pytest.raises(ConfigError, match="exceeds the model's context"):
+        Engine(ContextTarget(max_len=10), config=CONFIG)
