@@ -1,0 +1,9 @@
+"""The zoo: names -> where weights come from. Light to import; torch is loaded only to convert a model."""
+
+from __future__ import annotations
+
+from foredraft.zoo.api import pull, resolve
+from foredraft.zoo.entries import MODELS, Entry
+from foredraft.zoo.store import cache_dir
+
+__all__ = ["MODELS", "Entry", "cache_dir", "pull", "resolve"]
