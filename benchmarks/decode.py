@@ -166,7 +166,7 @@ def header(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def ratio(records: Sequence[dict[str, Any]], arm: str, base: str) -> tuple[float, float, float]:
-    """Return tokens/s of `arm` over that of `base`, and the ends of its 95 % bootstrap interval over prompts."""
+    """Return tokens/s of `arm` over that of `base`, and its 95 % bootstrap interval over prompts."""
     sides = []
     for name in (arm, base):
         mine = sorted((r["id"], r["emitted"], r["wall_s"]) for r in records if r["arm"] == name)

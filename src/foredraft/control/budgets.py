@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
-from foredraft.types import StepOutput
+from foredraft.types import SpecStats, StepOutput
 
 _DECAY = 0.9  # of what a step taught, per later step that drafted
 _PRIOR = 1.0  # guesses that the prior rate is worth
 _PRIOR_RATE = 0.6
+_ROW_COST = 0.025  # of a pass of SmolLM2 on a CPU: docs/performance.md
 _PROBE_EVERY = 16  # steps without a draft before one is tried again
 
 
@@ -28,6 +29,9 @@ class FixedBudget:
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Learn nothing."""
 
+    def forget(self, request_id: str) -> None:
+        """Hold nothing."""
+
 
 @dataclass(slots=True)
 class _Record:
@@ -41,6 +45,15 @@ class _Record:
     seen_levels: int = 0
     seen_accepted: int = 0
 
+    def learn(self, stats: SpecStats) -> int:
+        """Take in the request's newest step; return how many levels it drafted."""
+        levels, accepted = stats.levels - self.seen_levels, stats.accepted - self.seen_accepted
+        self.seen_levels, self.seen_accepted = stats.levels, stats.accepted
+        if levels:
+            self.judged = _DECAY * self.judged + min(levels, accepted + 1)
+            self.accepted = _DECAY * self.accepted + accepted
+        return levels
+
     @property
     def rate(self) -> float:
         """The chance that the next guess is accepted, given that those before it were."""
@@ -51,13 +64,14 @@ class AcceptanceBudget:
     """Draft as long as one more guess raises the expected tokens per second of the request.
 
     With chance `a` per guess, n guesses emit 1 + a + … + a^n tokens and take 1 + n * cost passes, where cost
-    is what one more row and one more draft level take, as shares of a plain pass (Leviathan et al., arXiv
-    2211.17192, section 3.3). A request for which no guess pays drafts one again every few steps, to notice a
-    change.
+    is what one more row and one more draft level take, as shares of a target pass (Leviathan et al., arXiv
+    2211.17192, section 3.3). The level's share is measured while running. A request for which no guess pays
+    drafts one again every few steps, to notice a change.
     """
 
-    def __init__(self, *, longest: int, row_cost: float, level_cost: float = 0.0) -> None:
-        self.longest, self.cost = longest, row_cost + level_cost
+    def __init__(self, *, longest: int, row_cost: float = _ROW_COST) -> None:
+        self.longest, self.row_cost = longest, row_cost
+        self.level_cost = 0.0
         self._records: dict[str, _Record] = {}
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
@@ -65,20 +79,21 @@ class AcceptanceBudget:
         return [self._budget(self._records.setdefault(seq.request_id, _Record())) for seq in seqs]
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
-        """Count what was judged and accepted; forget who finished."""
+        """Count what was judged and accepted, and time the draft."""
+        deepest = 0
         for output in outputs:
-            record = self._records[output.request_id]
-            levels = output.stats.levels - record.seen_levels
-            accepted = output.stats.accepted - record.seen_accepted
-            record.seen_levels, record.seen_accepted = output.stats.levels, output.stats.accepted
-            if levels:
-                record.judged = _DECAY * record.judged + min(levels, accepted + 1)
-                record.accepted = _DECAY * record.accepted + accepted
-            if output.finish_reason is not None:
-                del self._records[output.request_id]
+            deepest = max(deepest, self._records[output.request_id].learn(output.stats))
+        fresh = any(output.stats.steps == 1 for output in outputs)  # its draft also read the prompt
+        if deepest and not fresh:
+            cost = times.draft_s / deepest / times.target_s
+            self.level_cost += (1 - _DECAY) * (cost - self.level_cost)
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was learnt of a request."""
+        self._records.pop(request_id, None)
 
     def _budget(self, record: _Record) -> int:
-        best = best_length(record.rate, self.cost, self.longest)
+        best = best_length(record.rate, self.row_cost + self.level_cost, self.longest)
         record.idle = 0 if best else record.idle + 1
         return 1 if record.idle and record.idle % _PROBE_EVERY == 0 else best
 

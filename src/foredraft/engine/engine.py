@@ -153,13 +153,15 @@ class Engine:
         now = self._clock()
         times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
         self._account(plan, drafts, verdicts, emissions, times, now)
-        made = []
-        for seq, emission, verdict, rows in zip(seqs, emissions, verdicts, logits, strict=True):
-            made.append(_output(seq, emission, emitted_logprobs(seq, verdict, emission, rows)))
-            if emission.finish_reason is not None:
-                self._finish(seq)
+        made = [
+            _output(seq, emission, emitted_logprobs(seq, verdict, emission, rows))
+            for seq, emission, verdict, rows in zip(seqs, emissions, verdicts, logits, strict=True)
+        ]
         if self.controller is not None:
             self.controller.observe(made, times)
+        for seq, emission in zip(seqs, emissions, strict=True):
+            if emission.finish_reason is not None:
+                self._finish(seq)
         return outputs + made
 
     @property
@@ -277,6 +279,8 @@ class Engine:
         self._scheduler.remove(seq, self._kv)
         if self.proposer is not None:
             self.proposer.forget(seq.request_id)
+        if self.controller is not None:
+            self.controller.forget(seq.request_id)
         del self._seqs[seq.request_id]
 
 

@@ -86,3 +86,6 @@ class Controller(Protocol):
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Learn what a step gave and took."""
+
+    def forget(self, request_id: str) -> None:
+        """Drop what was kept for a request."""

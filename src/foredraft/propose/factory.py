@@ -1,0 +1,69 @@
+"""From the name of a draft to a proposer and the controller that fits it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from foredraft import zoo
+from foredraft.control import AcceptanceBudget, FixedBudget
+from foredraft.engine.protocols import Controller, Proposer
+from foredraft.errors import ConfigError
+from foredraft.models import HFCausal, load_target
+from foredraft.propose.draft_model import DraftModelProposer
+from foredraft.propose.ngram import NgramProposer
+from foredraft.propose.vocabulary import check_same_vocabulary
+
+_LONGEST = {"ngram": 15, "model": 8}  # longest draft that "auto" chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """What the engine needs to draft; both None for plain decoding."""
+
+    proposer: Proposer | None = None
+    controller: Controller | None = None
+
+
+def make_drafting(
+    draft: str | Path | None,
+    *,
+    target: HFCausal,
+    tokenizer: Any,
+    kv_tokens: int,
+    budget: int | Literal["auto"] = "auto",
+    tree: tuple[int, ...] | None = None,
+) -> Drafting:
+    """Return the drafting of `draft`: None or "none", "ngram", or a model of the target's vocabulary.
+
+    A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
+    only. Raises ConfigError, or what loading a model raises.
+    """
+    if budget != "auto" and not 0 <= budget <= 256:
+        raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
+    if tree is not None and draft in (None, "none", "ngram"):
+        raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
+    if draft is None or draft == "none":
+        return Drafting()
+    if draft == "ngram":
+        proposer: Proposer = NgramProposer()
+        longest = _LONGEST["ngram"]
+    else:
+        proposer = _draft_model(draft, target, tokenizer, kv_tokens, tree)
+        longest = sum(tree) if tree else _LONGEST["model"]
+    if budget == "auto" and tree is None:
+        return Drafting(proposer, AcceptanceBudget(longest=longest))
+    return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
+
+
+def _draft_model(
+    draft: str | Path, target: HFCausal, tokenizer: Any, kv_tokens: int, tree: tuple[int, ...] | None
+) -> DraftModelProposer:
+    from transformers import AutoTokenizer
+
+    path = zoo.resolve(draft)
+    check_same_vocabulary(AutoTokenizer.from_pretrained(path), tokenizer, str(draft))
+    dtype = str(target.dtype).removeprefix("torch.")
+    model = load_target(path, dtype=dtype, device=str(target.device))
+    return DraftModelProposer(model, vocab_size=target.vocab_size, kv_tokens=kv_tokens, tree=tree)
