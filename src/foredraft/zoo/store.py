@@ -21,6 +21,9 @@ from foredraft.zoo.progress import Report
 
 CHUNK = 1 << 20  # bytes read at once
 SOURCE = "source.json"
+CONVERSION = (
+    2  # raised when foredraft writes other files from the same GGUF; older directories are built anew
+)
 
 
 def cache_dir() -> Path:
@@ -41,9 +44,10 @@ def is_complete(home: Path, gguf_sha256: str) -> bool:
     try:
         source = json.loads((home / SOURCE).read_text(encoding="utf-8"))
         sizes = {name: (home / name).stat().st_size for name in source["files"]}
+        made_from = (source["gguf_sha256"], source["conversion"])
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(source.get("gguf_sha256") == gguf_sha256 and sizes == source["files"])
+    return bool(made_from == (gguf_sha256, CONVERSION) and sizes == source["files"])
 
 
 @contextmanager
@@ -72,7 +76,7 @@ def working(name: str, report: Report) -> Iterator[Path]:
 def publish(built: Path, home: Path, facts: dict[str, object]) -> None:
     """Record the facts in source.json and put the built directory in its place in one move."""
     files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
-    source = {**facts, "foredraft": __version__, "files": files}
+    source = {**facts, "conversion": CONVERSION, "foredraft": __version__, "files": files}
     (built / SOURCE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(home, ignore_errors=True)
     os.replace(built, home)

