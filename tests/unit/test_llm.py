@@ -1,0 +1,206 @@
+"""The LLM class on a tiny random model: batches, streams, interrupts and clear refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_models
+from foredraft import LLM, CapacityError, ConfigError, ModelError, SamplingParams
+from foredraft.llm import stats_record
+from tiny_tokenizers import build_chat_model
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS = ["the cat sat on the mat", "naïve 日本語 END", "the cat ate the cat"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, draft="ngram", max_seqs=2)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(llm: LLM) -> Iterator[None]:
+    """Whatever a test does, no request stays behind."""
+    yield
+    llm.engine.step()
+    assert not llm.engine.has_work
+    assert not llm._inboxes
+
+
+def test_a_batch_equals_its_prompts_one_by_one(llm: LLM) -> None:
+    together = llm.generate(PROMPTS, GREEDY)
+    alone = [llm.generate(prompt, GREEDY)[0] for prompt in PROMPTS]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    assert [c.text for c in together] == [llm.tokenizer.decode(c.token_ids) for c in together]
+    assert all(c.finish_reason == "length" and c.stats.emitted == 12 for c in together)
+
+
+def test_drafting_changes_no_token(llm: LLM, model: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True)
+    plain = LLM(model).generate(PROMPTS, params)
+    drafted = llm.generate(PROMPTS, params)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.stats.accepted for c in drafted) > 0
+    assert sum(c.stats.drafted for c in plain) == 0
+
+
+def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
+    ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    assert [c.text for c in llm.generate(ids, GREEDY)] == [c.text for c in llm.generate(PROMPTS, GREEDY)]
+
+
+def test_each_prompt_has_its_own_params(llm: LLM) -> None:
+    each = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (1, 5, 3)]
+    assert [len(c.token_ids) for c in llm.generate(PROMPTS, each)] == [1, 5, 3]
+    with pytest.raises(ConfigError, match="2 params for 3 prompts"):
+        llm.generate(PROMPTS, each[:2])
+
+
+def test_no_prompts_give_no_answers(llm: LLM) -> None:
+    assert llm.generate([]) == []
+
+
+def test_logprobs_come_with_every_token(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True, logprobs=2)
+    completion = llm.generate("the cat", params)[0]
+    assert completion.logprobs is not None
+    assert [entry.token for entry in completion.logprobs] == completion.token_ids
+    assert llm.generate("the cat", GREEDY)[0].logprobs is None
+
+
+def test_pieces_make_the_text(llm: LLM) -> None:
+    pieces = list(llm.stream(PROMPTS[0], GREEDY))
+    whole = llm.generate(PROMPTS[0], GREEDY)[0]
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert pieces[-1].stats is not None
+    assert pieces[-1].stats.emitted == len(whole.token_ids)
+
+
+def test_a_stop_string_ends_text_and_ids(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0]
+    stop = whole.text[4:6]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop=(stop,))
+    completion = llm.generate(PROMPTS[0], params)[0]
+    assert completion.text == whole.text[: whole.text.index(stop)]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
+    assert stop in llm.tokenizer.decode(completion.token_ids)
+    assert "".join(piece.text for piece in llm.stream(PROMPTS[0], params)) == completion.text
+
+
+def test_streams_and_calls_interleave(llm: LLM) -> None:
+    expected = [c.token_ids for c in llm.generate(PROMPTS, GREEDY)]
+    first, second = llm.stream(PROMPTS[0], GREEDY), llm.stream(PROMPTS[1], GREEDY)
+    tokens = [list(next(first).token_ids), list(next(second).token_ids)]
+    assert llm.generate(PROMPTS[2], GREEDY)[0].token_ids == expected[2]
+    tokens[1] += [token for piece in second for token in piece.token_ids]
+    tokens[0] += [token for piece in first for token in piece.token_ids]
+    assert tokens == expected[:2]
+
+
+@pytest.mark.parametrize("pieces", [0, 2])
+def test_closing_a_stream_cancels_its_request(llm: LLM, pieces: int) -> None:
+    stream = llm.stream(PROMPTS[0], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
+    for _ in range(pieces):
+        next(stream)
+    stream.close()
+    assert llm.generate(PROMPTS[1], GREEDY)[0].finish_reason == "length"
+
+
+def test_an_interrupt_cancels_the_batch_and_is_raised_again(llm: LLM, monkeypatch: Any) -> None:
+    expected = llm.generate(PROMPTS, GREEDY)
+    step, steps = llm.engine.step, iter(range(3))
+
+    def interrupted() -> Any:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, GREEDY)
+    assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [c.token_ids for c in expected]
+
+
+def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
+    conversation = [{"role": "user", "content": "the cat"}]
+    one = llm.chat(conversation, GREEDY)
+    many = llm.chat([conversation, conversation], GREEDY)
+    assert [c.token_ids for c in many] == [one.token_ids] * 2
+    prompt = llm.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+    ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
+    assert llm.generate([ids], GREEDY)[0].token_ids == one.token_ids
+
+
+def test_answers_end_where_the_context_ends(model: Path) -> None:
+    llm = LLM(model, draft="ngram", max_len=30)
+    prompt = llm.tokenizer.encode(PROMPTS[0])
+    completion = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=500, ignore_eos=True))[0]
+    assert completion.finish_reason == "length"
+    assert len(prompt) + len(completion.token_ids) == 30
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "message"),
+    [
+        ("", ConfigError, "prompt is empty"),
+        (["the", ""], ConfigError, "prompt 2 of 2: the prompt is empty"),
+        (["the", [5] * 300], CapacityError, "prompt 2 of 2: the prompt has 300 tokens"),
+        ([[5] * 256], CapacityError, "the prompt has 256 tokens"),
+        ([[99_999]], ConfigError, "token 99999"),
+        ([7], ConfigError, "prompt 7 is neither text nor a list of token ids"),
+        ([[0.5]], ConfigError, "neither text nor a list of token ids"),
+    ],
+)
+def test_bad_prompts_are_refused_before_anything_runs(
+    llm: LLM, monkeypatch: Any, prompts: Any, error: type[Exception], message: str
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.target, "forward", None)
+        with pytest.raises(error, match=message):
+            llm.generate(prompts)
+        with pytest.raises(error):
+            llm.stream(prompts[-1] if isinstance(prompts, list) else prompts)
+
+
+def test_options_that_do_not_fit_are_refused(model: Path) -> None:
+    with pytest.raises(CapacityError, match=r"kv_gb"):
+        LLM(model, kv_gb=1e-7)
+    with pytest.raises(ConfigError, match="max_len=1000 exceeds"):
+        LLM(model, max_len=1000)
+
+
+def test_the_cache_limits_the_context(model: Path) -> None:
+    bytes_per_token = 3 * 2 * 2 * 8 * 4  # layers, keys and values, heads, width, float32
+    llm = LLM(model, kv_gb=64 * bytes_per_token / 1e9)
+    assert llm.max_len == 64
+
+
+def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    tiny_models.build("llama", tmp_path)
+    with pytest.raises(ModelError, match="no tokenizer"):
+        LLM(tmp_path)
+
+
+def test_progress_shows_nothing_on_stdout(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
+    llm.generate(PROMPTS, GREEDY, progress=True)
+    assert capsys.readouterr().out == ""
+
+
+def test_stats_record_has_counts_and_rates(llm: LLM) -> None:
+    record = stats_record(llm.generate(PROMPTS[0], GREEDY)[0].stats)
+    assert record["emitted"] == 12
+    assert record["mean_emitted"] == 12 / record["steps"]
+    assert record["tokens_per_s"] == pytest.approx(12 / record["total_s"])
