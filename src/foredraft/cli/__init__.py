@@ -1,0 +1,70 @@
+"""The command line: `foredraft`, or `python -m foredraft`.
+
+Answers and JSON go to stdout, all else to stderr. Exit codes: 0 done, 1 `demo` found a wrong answer, 2 an
+error the user can mend, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated, NoReturn
+
+import typer
+
+import foredraft
+from foredraft.cli.chat import chat
+from foredraft.cli.demo import demo
+from foredraft.cli.generate import generate
+from foredraft.cli.pull import pull
+from foredraft.errors import ForedraftError
+
+INTERRUPTED = 130
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Make a large language model answer faster without changing what it says.",
+    epilog="Start with [bold]foredraft demo[/bold].",
+)
+for command in (generate, chat, demo, pull):
+    app.command()(command)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"foredraft {foredraft.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version.", callback=_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main(args: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line (sys.argv by default) and exit."""
+    try:
+        code = app(args=args, prog_name="foredraft", standalone_mode=False) or 0
+        if code == INTERRUPTED:
+            print("\ninterrupted", file=sys.stderr)
+    except typer.Abort:
+        code = INTERRUPTED
+        print("\ninterrupted", file=sys.stderr)
+    except typer.TyperException as error:
+        code = _refused(error.format_message())
+    except ForedraftError as error:
+        code = _refused(str(error))
+    sys.exit(code)
+
+
+def _refused(message: str) -> int:
+    line = " ".join(message.split())
+    print(f"error: {line}", file=sys.stderr)
+    return 2

@@ -1,0 +1,90 @@
+"""`foredraft chat`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import typer
+
+from foredraft.cli.options import Loading, Sampling, takes_options
+from foredraft.cli.output import note, show_stream
+from foredraft.errors import CapacityError, ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.types import SamplingParams
+
+INTERRUPTED = 130
+HELP = "/reset starts anew, /quit or Ctrl-D leaves, Ctrl-C cancels an answer."
+
+
+@takes_options
+def chat(loading: Loading, sampling: Sampling) -> None:
+    """Talk to the model.
+
+    /reset starts anew, /quit or Ctrl-D leaves, Ctrl-C cancels the running answer. When stdin is not a
+    terminal, it is one question.
+
+    [bold]Examples[/bold]
+
+    foredraft chat --temperature 0.7 --seed 1
+
+    echo "Name three rivers." | foredraft chat
+    """
+    params = sampling.params()
+    if sys.stdin.isatty():
+        llm = loading.load()
+        note(HELP)
+        talk(llm, params, lambda: input("> "))
+        return
+    question = sys.stdin.read().strip()
+    if not question:
+        raise ConfigError("stdin is empty: pipe a question in, or run chat in a terminal")
+    _, whole = _answer(loading.load(), params, [{"role": "user", "content": question}])
+    raise typer.Exit(0 if whole else INTERRUPTED)
+
+
+def talk(llm: LLM, params: SamplingParams, ask: Callable[[], str]) -> None:
+    """Answer what `ask` returns until it raises EOFError or says /quit."""
+    messages: list[dict[str, str]] = []
+    while True:
+        try:
+            said = ask().strip()
+        except EOFError:
+            print()
+            return
+        except KeyboardInterrupt:
+            note(f"\n{HELP}")
+            continue
+        if said == "/quit":
+            return
+        if said == "/reset":
+            messages.clear()
+            note("a new conversation")
+        elif said.startswith("/"):
+            note(f"{said} is no command. {HELP}")
+        elif said:
+            _turn(llm, params, messages, said)
+
+
+def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
+    """Answer one message. What was shown of a cancelled answer stays in the conversation."""
+    messages.append({"role": "user", "content": said})
+    try:
+        text, _ = _answer(llm, params, messages)
+    except CapacityError as error:
+        messages.pop()
+        note(f"error: {error}. /reset starts anew.")
+        return
+    if text:
+        messages.append({"role": "assistant", "content": text})
+    else:
+        messages.pop()
+
+
+def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> tuple[str, bool]:
+    from foredraft.text import encode_chat
+
+    return show_stream(llm, encode_chat(llm.tokenizer, messages), params)

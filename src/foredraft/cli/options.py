@@ -1,0 +1,134 @@
+"""The options that commands share, as dataclasses whose fields typer sees as options of their own."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.llm import LLM
+    from foredraft.types import SamplingParams
+
+MODEL, LAW, END = "Model and draft", "What is sampled", "When it ends"
+
+
+def _option(panel: str, text: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """Which model and draft, and how they run."""
+
+    model: Annotated[str, _option(MODEL, "Zoo name, directory, Hugging Face id or .gguf file.")] = (
+        "smollm2-135m"
+    )
+    draft: Annotated[str, _option(MODEL, "none, ngram, or a smaller model named as --model is.")] = "ngram"
+    budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
+        "auto"
+    )
+    dtype: Annotated[str, _option(MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
+
+    def load(self) -> LLM:
+        """Fetch the model if it is not there, and load it."""
+        budget = _budget(self.budget)
+        from rich.console import Console
+        from transformers.utils import logging
+
+        from foredraft import zoo
+        from foredraft.llm import LLM
+
+        logging.disable_progress_bar()
+        path = zoo.resolve(self.model, progress=True)
+        draft = None if self.draft == "none" else self.draft
+        with Console(stderr=True).status(f"loading {self.model}"):
+            return LLM(path, draft, budget=budget, dtype=self.dtype)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The fields of SamplingParams as options."""
+
+    temperature: Annotated[float, _option(LAW, "0 is greedy.")] = 1.0
+    top_k: Annotated[int, _option(LAW, "Keep the k likeliest tokens; 0 is off.")] = 0
+    top_p: Annotated[float, _option(LAW, "Keep the likeliest tokens up to this share; 1 is off.")] = 1.0
+    min_p: Annotated[float, _option(LAW, "Keep tokens with this share of the likeliest; 0 is off.")] = 0.0
+    repetition_penalty: Annotated[float, _option(LAW, "On prompt and answer; 1 is off.")] = 1.0
+    presence_penalty: Annotated[float, _option(LAW, "On the answer's tokens; 0 is off.")] = 0.0
+    frequency_penalty: Annotated[float, _option(LAW, "On the answer's tokens, per use; 0 is off.")] = 0.0
+    logit_bias: Annotated[
+        list[str], _option(LAW, "TOKEN=BIAS, -100 to 100; may be repeated.", "--logit-bias")
+    ] = field(default_factory=list)
+    seed: Annotated[int | None, _option(LAW, "Same seed, same draws.")] = None
+    reproducible: Annotated[
+        bool, _option(LAW, "Make the text a function of the seed alone, drafted or not.", "--reproducible")
+    ] = False
+    max_tokens: Annotated[int, _option(END, "Longest answer.")] = 256
+    min_tokens: Annotated[int, _option(END, "Shortest answer.")] = 0
+    stop: Annotated[list[str], _option(END, "End before this text; may be repeated.")] = field(
+        default_factory=list
+    )
+    stop_token_ids: Annotated[
+        list[int], _option(END, "End after this token; may be repeated.", "--stop-token-id")
+    ] = field(default_factory=list)
+    ignore_eos: Annotated[bool, _option(END, "Go on after the end-of-text token.", "--ignore-eos")] = False
+
+    def params(self, logprobs: int | None = None) -> SamplingParams:
+        """Return them checked; raises ConfigError."""
+        from foredraft.types import SamplingParams
+
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        values |= {"logit_bias": dict(map(_bias, self.logit_bias)), "stop": tuple(self.stop)}
+        return SamplingParams(**values, logprobs=logprobs)
+
+
+def takes_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let typer see the fields of a command's dataclass parameters in place of these parameters."""
+    signature = inspect.signature(command, eval_str=True)
+    groups: dict[str, Any] = {
+        name: p.annotation for name, p in signature.parameters.items() if is_dataclass(p.annotation)
+    }
+    shown = [p for name, p in signature.parameters.items() if name not in groups]
+    for group in groups.values():
+        hints = get_type_hints(group, include_extras=True)
+        shown += [_parameter(item, hints[item.name]) for item in fields(group)]
+
+    @wraps(command)
+    def run(**values: Any) -> None:
+        made = {
+            name: group(**{item.name: values.pop(item.name) for item in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**values, **made)
+
+    run.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return run
+
+
+def _parameter(item: Any, hint: Any) -> inspect.Parameter:
+    default = item.default if item.default is not MISSING else item.default_factory()
+    return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _budget(text: str) -> Any:
+    if text == "auto" or text.isdecimal():
+        return text if text == "auto" else int(text)
+    raise ConfigError(f"--budget {text!r} is no budget: use auto, or a number from 0 to 256")
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError as error:
+        raise ConfigError(
+            f"--logit-bias {text!r} is not understood: use TOKEN=BIAS, as in 42=-100"
+        ) from error

@@ -1,0 +1,256 @@
+"""The command line: what goes where, exit codes, one-line errors, and a chat that survives Ctrl-C."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import foredraft
+from foredraft import LLM, SamplingParams
+from foredraft.cli import main
+from foredraft.cli.chat import talk
+from foredraft.cli.options import Loading, Sampling
+from foredraft.errors import CapacityError
+from tiny_tokenizers import build_chat_model
+
+SHORT = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos"]
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(model: Path) -> LLM:
+    return LLM(model, draft="ngram")
+
+
+@pytest.fixture
+def loaded(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Commands get a model that is already there."""
+    monkeypatch.setattr(Loading, "load", lambda self: llm)
+    return llm
+
+
+def run(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    return int(exit_.value.code or 0)
+
+
+def asked(llm: LLM, text: str) -> Any:
+    return llm.chat([{"role": "user", "content": text}], GREEDY)
+
+
+def test_importing_the_package_or_the_command_line_loads_no_torch() -> None:
+    code = (
+        "import sys, foredraft, foredraft.cli, foredraft.zoo; "
+        "assert foredraft.ConfigError and foredraft.__version__; "
+        "print({'torch', 'transformers', 'numpy'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "set()\n"
+
+
+def test_all_public_names_are_there() -> None:
+    assert [name for name in foredraft.__all__ if not hasattr(foredraft, name)] == []
+    assert dir(foredraft) == sorted(foredraft.__all__)
+    with pytest.raises(AttributeError, match="nonsense"):
+        foredraft.nonsense  # noqa: B018
+
+
+def test_the_package_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "foredraft", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"foredraft {foredraft.__version__}\n"
+
+
+def test_options_have_the_defaults_of_the_library() -> None:
+    assert Sampling().params() == SamplingParams()
+    names = {item.name for item in fields(Sampling)}
+    assert names == {item.name for item in fields(SamplingParams)} - {"logprobs", "budget"}
+
+
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["demo"]])
+def test_help_shows_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*command, "--help") == 0
+    assert f"foredraft {' '.join(command)}" in capsys.readouterr().out
+
+
+def test_one_answer_streams_and_figures_go_to_stderr(loaded: LLM, capsys: Any) -> None:
+    assert run("generate", "the cat", *SHORT) == 0
+    shown = capsys.readouterr()
+    assert shown.out == asked(loaded, "the cat").text + "\n"
+    assert shown.err.startswith("6 tokens, ")
+    assert "accept_rate" in shown.err
+    assert "finish length" in shown.err
+
+
+def test_raw_leaves_the_template_out(loaded: LLM, capsys: Any) -> None:
+    assert run("generate", "the cat", "--raw", *SHORT) == 0
+    assert capsys.readouterr().out == loaded.generate("the cat", GREEDY)[0].text + "\n"
+
+
+def test_json_is_one_object_a_line(loaded: LLM, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("naïve 日本語", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin"))
+    assert run("generate", "the cat", "-", "--file", str(file), "--json", "--logprobs", "1", *SHORT) == 0
+    records = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [record["prompt"] for record in records] == ["the cat", "from stdin", "naïve 日本語"]
+    for record in records:
+        answer = asked(loaded, record["prompt"])
+        assert (record["text"], record["token_ids"]) == (answer.text, answer.token_ids)
+        assert record["finish_reason"] == "length"
+        assert record["stats"]["emitted"] == 6
+        assert [entry["token"] for entry in record["logprobs"]] == answer.token_ids
+
+
+def test_several_answers_keep_their_order(loaded: LLM, capsys: Any) -> None:
+    assert run("generate", "the cat", "the mat", *SHORT) == 0
+    expected = [f"[{n}] {asked(loaded, text).text}\n" for n, text in ((1, "the cat"), (2, "the mat"))]
+    assert capsys.readouterr().out == "".join(expected)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["generate"], "there is no prompt"),
+        (["generate", ""], "prompt is empty"),
+        (["generate", "x", "--temperature", "-1"], "temperature=-1.0 is out of range: use 0"),
+        (["generate", "x", "--temperature", "hot"], "'--temperature'"),
+        (["generate", "x", "--nonsense"], "No such option: --nonsense"),
+        (["generate", "x", "--file", "/nowhere/at/all"], "--file /nowhere/at/all cannot be read"),
+        (["generate", "x", "--logit-bias", "7"], "use TOKEN=BIAS"),
+        (["generate", "x", "--logit-bias", "7=900"], "logit_bias[7]=900"),
+        (["generate", "x", "--logprobs", "2"], "add --json"),
+        (["generate", "x" * 3000], "tokens"),
+        (["generate", "x", "--stop", ""], "stop=''"),
+        (["demo", "--draft", "none"], "--draft none leaves nothing to compare"),
+        (["demo", "--max-tokens", "0"], "max_tokens=0 is out of range"),
+        (["pull"], "'NAME'"),
+        (["pull", "no-such-model"], "no-such-model"),
+        (["nonsense"], "No such command 'nonsense'"),
+    ],
+)
+def test_user_errors_are_one_line(loaded: LLM, args: list[str], message: str, capsys: Any) -> None:
+    assert run(*args) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert message in shown.err
+    assert shown.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
+        (["--budget", "many"], "--budget 'many' is no budget: use auto"),
+        (["--dtype", "int3"], "int3"),
+    ],
+)
+def test_models_that_cannot_be_loaded_are_one_line(
+    model: Path, args: list[str], message: str, capsys: Any
+) -> None:
+    assert run("generate", "x", "--model", str(model), *args) == 2
+    shown = capsys.readouterr()
+    assert message in shown.err.splitlines()[-1]
+    assert "Traceback" not in shown.err
+
+
+def test_ctrl_c_in_a_batch_exits_with_130(loaded: LLM, monkeypatch: Any, capsys: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.engine, "step", interrupt)
+        assert run("generate", "x", "--json", *SHORT) == 130
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.strip() == "interrupted"
+    assert loaded.generate("the", GREEDY)[0].finish_reason == "length"
+
+
+def test_ctrl_c_in_a_stream_exits_with_130(loaded: LLM, monkeypatch: Any, capsys: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(loaded.engine, "step", interrupt)
+        assert run("generate", "x", *SHORT) == 130
+    assert capsys.readouterr().err.strip() == "interrupted"
+
+
+def interrupt() -> Any:
+    raise KeyboardInterrupt
+
+
+def test_chat_without_a_terminal_is_one_question(loaded: LLM, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
+    assert run("chat", *SHORT) == 0
+    assert capsys.readouterr().out == asked(loaded, "the cat").text + "\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO("  \n"))
+    assert run("chat", *SHORT) == 2
+    assert "stdin is empty" in capsys.readouterr().err
+
+
+class Script:
+    """What a user types, line by line; exceptions are keys."""
+
+    def __init__(self, *lines: Any) -> None:
+        self.lines = list(lines)
+
+    def __call__(self) -> str:
+        line = self.lines.pop(0) if self.lines else EOFError()
+        if isinstance(line, BaseException):
+            raise line
+        return str(line)
+
+
+def test_chat_remembers_and_resets(llm: LLM, capsys: Any) -> None:
+    first = asked(llm, "the cat").text
+    history = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "the mat"},
+    ]
+    second = llm.chat(history, GREEDY).text
+    fresh = asked(llm, "the mat").text
+    talk(llm, GREEDY, Script("the cat", "", "the mat", "/reset", "the mat", "/what", "/quit", "the end"))
+    shown = capsys.readouterr()
+    assert shown.out == f"{first}\n{second}\n{fresh}\n"
+    assert "/what is no command" in shown.err
+
+
+def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(llm: LLM, monkeypatch: Any, capsys: Any) -> None:
+    step, steps = llm.engine.step, iter(range(3))
+
+    def interrupted_once() -> Any:
+        if next(steps, None) is None:
+            monkeypatch.setattr(llm.engine, "step", step)
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted_once)
+    talk(llm, GREEDY, Script("the cat", "the mat", KeyboardInterrupt()))
+    part, answer, _ = capsys.readouterr().out.split("\n")[:3]
+    assert asked(llm, "the cat").text.startswith(part)
+    assert part
+    history = [
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": part},
+        {"role": "user", "content": "the mat"},
+    ]
+    assert answer == llm.chat(history, GREEDY).text
+
+
+def test_a_full_context_keeps_the_chat(llm: LLM, capsys: Any) -> None:
+    talk(llm, GREEDY, Script("x" * 3000, "the cat"))
+    shown = capsys.readouterr()
+    assert "/reset starts anew" in shown.err
+    assert shown.out == asked(llm, "the cat").text + "\n\n"
+    with pytest.raises(CapacityError):
+        asked(llm, "x" * 3000)
