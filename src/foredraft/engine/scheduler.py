@@ -15,15 +15,14 @@ from foredraft.engine.sequence import Sequence
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One sequence of a step, and how many of its pending tokens are fed."""
+    """One sequence of a step, how many of its pending tokens are fed, and whether those are all.
+
+    If they are all fed, tokens follow: it emits.
+    """
 
     seq: Sequence
     feed: int
-
-    @property
-    def emits(self) -> bool:
-        """True when all its pending tokens are fed, so that a token follows."""
-        return self.feed == self.seq.pending
+    emits: bool
 
 
 class Scheduler:
@@ -56,7 +55,7 @@ class Scheduler:
         ):  # stable: by arrival within each kind
             feed = min(seq.pending, left)
             if feed > 0 and seq in self.running and self._make_room(seq, seq.kv_len + feed, kv, plan):
-                plan.append(Planned(seq, feed))
+                plan.append(Planned(seq, feed, emits=feed == seq.pending))
                 left -= feed
         return plan
 
