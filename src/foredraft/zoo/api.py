@@ -73,7 +73,7 @@ def _once(name: str, gguf_sha256: str, report: Report, build: Callable[[Path], d
     home = store.model_dir(name)
     with store.working(name, report) as work:
         if not store.is_complete(home, gguf_sha256):
-            shutil.rmtree(work / "built", ignore_errors=True)
+            store.clean(work)
             facts = build(work)
             store.publish(work / "built", home, {"name": name, **facts, "gguf_sha256": gguf_sha256})
         shutil.rmtree(work, ignore_errors=True)
@@ -110,7 +110,7 @@ def _from_gguf(path: Path, *, progress: bool) -> Path:
         return {"licence": gguf.meta.get("general.license", "unknown"), "gguf": str(path.resolve())}
 
     with shown(progress) as report:
-        sha256 = store.sha256_of(path, report)
+        sha256 = store.sha256_of(path, path.name, report)
         name = f"{path.stem}-{sha256[:12]}"
         if store.is_complete(store.model_dir(name), sha256):
             return store.model_dir(name)

