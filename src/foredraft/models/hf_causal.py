@@ -153,9 +153,10 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto") -> HFC
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
     _refuse(config, path)
+    kept = _dtype(dtype, config, where)
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=_dtype(dtype, config, where), attn_implementation=_IMPLEMENTATION
+            path, config=config, dtype=kept, attn_implementation=_IMPLEMENTATION
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path}: cannot be loaded: {_first_line(error)}") from error
