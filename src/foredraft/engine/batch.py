@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.kv import BlockTable
-from foredraft.tree import depths
+from foredraft.tree import depths, is_chain
 from foredraft.types import Draft
 
 
@@ -65,7 +65,7 @@ class Span:
     @property
     def is_chain(self) -> bool:
         """True when every row continues the one before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        return is_chain(self.parents)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ class _Group:
     slots_at: slice | Tensor
     valid: Tensor | None
     target_rows: Tensor | None
-    masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
 
 class Attend:

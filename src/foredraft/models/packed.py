@@ -14,8 +14,10 @@ _ROWS = 8  # the layout is chosen for about this many rows: a draft of seven and
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     """True where packed layers exist and are faster."""
-    fast = torch.ops.mkldnn._is_mkldnn_bf16_supported() if torch.backends.mkldnn.is_available() else False
-    return device.type == "cpu" and dtype == torch.bfloat16 and bool(fast)
+    if device.type != "cpu" or dtype != torch.bfloat16:
+        return False
+    has_onednn = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class PackedLinear(nn.Module):

@@ -19,6 +19,7 @@ from foredraft.engine.kv import BlockTable, KVCache
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
+from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
 _CHUNK = 512  # prompt tokens fed to the draft in one pass
@@ -130,7 +131,9 @@ class DraftModelProposer:
         if self.tree is not None:
             self._best(draft, logits, frontier, size)
         elif draft.seq.params.greedy:
-            self._add(draft, int(logits[0].argmax()), frontier[0])
+            self._add(
+                draft, int(sampling.argmax(sampling.add_bias(logits[0], draft.seq.params))), frontier[0]
+            )
         else:
             self._draw(draft, logits[0], frontier[0])
 
@@ -139,7 +142,8 @@ class DraftModelProposer:
         params, seq = draft.seq.params, draft.seq
         if not sampling.needs_history(params):
             return logits
-        outputs = [seq.output + draft_path(draft.tokens, draft.parents, node) for node in frontier]
+        paths = [path_to(draft.parents, node) for node in frontier]
+        outputs = [seq.output + [draft.tokens[node] for node in path] for path in paths]
         return sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, frozenset())
 
     def _best(self, draft: _Growing, logits: Tensor, frontier: Seq[int], size: int) -> None:
@@ -185,15 +189,6 @@ class DraftModelProposer:
         state = self._states.pop(request_id, None)
         if state is not None:
             self._kv.pool.shrink(state.table, 0)
-
-
-def draft_path(tokens: Seq[int], parents: Seq[int], node: int) -> list[int]:
-    """Return the tokens from the first level down to `node`; nothing for the root, -1."""
-    path: list[int] = []
-    while node >= 0:
-        path.append(tokens[node])
-        node = parents[node]
-    return path[::-1]
 
 
 def _fitted(sizes: tuple[int, ...], budget: int) -> list[int]:

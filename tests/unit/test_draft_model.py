@@ -1,0 +1,148 @@
+"""The draft model's own cache, its laws, its trees, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tokenizers import Tokenizer, models
+
+import tiny_models
+from fakes import ContextTarget
+from foredraft.engine.sequence import Sequence
+from foredraft.errors import ConfigError
+from foredraft.models import load_target
+from foredraft.propose import DraftModelProposer, make_drafting
+from foredraft.sampling import Noise, to_laws
+from foredraft.types import SamplingParams, Verdict
+
+GREEDY = SamplingParams(temperature=0)
+
+
+def sequence(tokens: list[int], params: SamplingParams = GREEDY, seed: int = 0) -> Sequence:
+    return Sequence("r", params, list(tokens), len(tokens), 10_000, Noise(seed), None, 0.0)
+
+
+def proposer(model: ContextTarget, **options: Any) -> DraftModelProposer:
+    return DraftModelProposer(model, vocab_size=model.vocab_size, kv_tokens=2048, **options)
+
+
+def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
+    model = ContextTarget(seed=1)
+    rows: list[int] = []
+    forward = model.forward
+
+    def counted(batch: Any, kv: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
+        rows.append(len(batch.token_ids))
+        return forward(batch, kv, hidden_layers)
+
+    model.forward = counted  # type: ignore[method-assign]
+    drafter, seq = proposer(model), sequence([1, 2, 3])
+    (draft,) = drafter.propose([seq], [3])
+    assert rows == [3, 1, 1]
+    seq.tokens += [*draft.tokens.tolist(), 0]
+    drafter.observe([seq], [Verdict((0, 1, 2), 0, False)], [()])
+    rows.clear()
+    drafter.propose([seq], [2])
+    assert rows == [2, 1]  # the last guess, never fed, and the bonus go with the first level
+    drafter.observe([seq], [Verdict((), 5, True)], [()])
+    seq.tokens.append(5)
+    rows.clear()
+    drafter.propose([seq], [1])
+    assert rows == [1]
+
+
+def test_long_prompts_are_fed_in_chunks() -> None:
+    model = ContextTarget(seed=1)
+    long, short = sequence([i % 7 for i in range(1300)]), sequence([1, 2])
+    short.request_id = "s"
+    drafts = proposer(model).propose([long, short], [2, 2])
+    for seq, draft in zip((long, short), drafts, strict=True):
+        text = list(seq.tokens)
+        for token in draft.tokens.tolist():
+            assert token == int(model.logits(text).argmax())
+            text.append(token)
+
+
+def test_drawn_chains_carry_the_laws_they_were_drawn_from() -> None:
+    model, params = ContextTarget(seed=2), SamplingParams(temperature=0.8, top_k=4)
+    (draft,) = proposer(model).propose([sequence([1, 2, 3], params, seed=9)], [4])
+    assert draft.draw == "iid"
+    assert draft.laws is not None
+    text = [1, 2, 3]
+    for node, token in enumerate(draft.tokens.tolist()):
+        torch.testing.assert_close(draft.laws[node], to_laws(model.logits(text), params))
+        assert draft.laws[node][token] > 0
+        text.append(token)
+
+
+def test_a_tree_holds_the_likeliest_paths_of_each_level() -> None:
+    model = ContextTarget(seed=3)
+    (draft,) = proposer(model, tree=(3, 2, 2)).propose([sequence([1, 2, 3])], [7])
+    law = torch.log_softmax(model.logits([1, 2, 3]), -1)
+    assert draft.tokens[:3].tolist() == law.topk(3).indices.tolist()
+    joint = {}
+    for node in range(3):
+        after = torch.log_softmax(model.logits([1, 2, 3, int(draft.tokens[node])]), -1)
+        for token in range(7):
+            joint[(node, token)] = float(law[draft.tokens[node]] + after[token])
+    best = sorted(joint, key=lambda key: -joint[key])[:2]
+    assert [(draft.parents[n], int(draft.tokens[n])) for n in (3, 4)] == best
+    assert all(3 <= parent < 5 for parent in draft.parents[5:])
+
+
+def test_a_tree_is_cut_to_the_budget_and_to_the_end_of_the_answer() -> None:
+    seq = sequence([1, 2, 3])
+    assert len(proposer(ContextTarget(), tree=(3, 2, 2)).propose([seq], [4])[0]) == 4
+    seq.limit = 5
+    assert proposer(ContextTarget(), tree=(3, 2, 2)).propose([seq], [7])[0].parents == (-1, -1, -1)
+    with pytest.raises(ConfigError, match="tree="):
+        proposer(ContextTarget(), tree=(3, 0))
+
+
+def test_a_full_draft_cache_means_no_draft() -> None:
+    model = ContextTarget()
+    drafter = DraftModelProposer(model, vocab_size=7, kv_tokens=32)
+    assert len(drafter.propose([sequence([1] * 40)], [3])[0]) == 0
+    drafter.forget("r")
+    assert len(drafter.propose([sequence([1] * 10)], [3])[0]) == 3
+
+
+def save_tokenizer(path: Path, words: list[str]) -> Any:
+    vocab = {word: i for i, word in enumerate(words)}
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(vocab, unk_token=words[0]))
+    )
+    tokenizer.save_pretrained(path)
+    return tokenizer
+
+
+def test_another_vocabulary_is_refused_a_wider_head_is_not(tmp_path: Path) -> None:
+    words = [f"w{i}" for i in range(90)]
+    target = load_target(tiny_models.build("llama", tmp_path / "target"), dtype="float32", device="cpu")
+    tokenizer = save_tokenizer(tmp_path / "target", words)
+
+    wide = tiny_models.build("llama", tmp_path / "wide", vocab_size=128)
+    save_tokenizer(wide, words)
+    drafting = make_drafting(str(wide), target=target, tokenizer=tokenizer, kv_tokens=256)
+    assert drafting.proposer is not None
+    (draft,) = drafting.proposer.propose([sequence([3, 4, 5], SamplingParams())], [2])
+    assert draft.laws is not None
+    assert draft.laws.shape == (3, 97)
+
+    other = tiny_models.build("llama", tmp_path / "other")
+    save_tokenizer(other, [*words[:50], "new", *words[51:]])
+    with pytest.raises(ConfigError, match=r"another vocabulary \(90 tokens.*token 50, 'w50', differs"):
+        make_drafting(str(other), target=target, tokenizer=tokenizer, kv_tokens=256)
+
+
+def test_drafting_options_are_checked(tmp_path: Path) -> None:
+    target = load_target(tiny_models.build("llama", tmp_path), dtype="float32", device="cpu")
+    with pytest.raises(ConfigError, match="budget=300"):
+        make_drafting("ngram", target=target, tokenizer=None, kv_tokens=64, budget=300)
+    with pytest.raises(ConfigError, match="needs a draft model"):
+        make_drafting("ngram", target=target, tokenizer=None, kv_tokens=64, tree=(2, 2))
+    assert make_drafting("none", target=target, tokenizer=None, kv_tokens=64).proposer is None
