@@ -16,7 +16,7 @@ from foredraft.zoo.entries import MODELS, Entry
 from foredraft.zoo.local import check_dir
 from foredraft.zoo.progress import Report, shown
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_ID = re.compile(r"\w[\w.-]*/[\w.-]+")
 
 
 def pull(name: str, *, progress: bool = False) -> Path:
@@ -49,23 +49,29 @@ def resolve(model: str | os.PathLike[str], *, progress: bool = False) -> Path:
     name = os.fspath(model)
     if name in MODELS:
         return pull(name, progress=progress)
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return check_dir(path)
-    if path.suffix == ".gguf" and path.is_file():
-        return _from_gguf(path, progress=progress)
-    if path.exists():
-        raise ModelError(f"{name} is a file: a model is a directory with safetensors, or a .gguf file")
-    if isinstance(model, str) and _HUB_ID.fullmatch(name) and path.suffix != ".gguf" and name[0] not in ".~":
+    path = os.path.expanduser(name)
+    if os.path.exists(path):
+        return _from_path(Path(path), progress=progress)
+    gguf = name.endswith(".gguf")
+    if isinstance(model, str) and _HUB_ID.fullmatch(name) and not gguf:
         from foredraft.zoo import hub
 
         return hub.fetch(name, progress=progress)
-    if os.sep in name or name.startswith((".", "~")) or path.suffix == ".gguf":
+    if os.sep in path or gguf:
         raise ModelError(f"{name} does not exist")
     raise ModelError(
         f"unknown model {name!r}: use a zoo name ({', '.join(MODELS)}), a Hugging Face id (org/name), "
         "or the path of a directory or .gguf file"
     )
+
+
+def _from_path(path: Path, *, progress: bool) -> Path:
+    """Return the model directory that a path stands for."""
+    if path.is_dir():
+        return check_dir(path)
+    if path.suffix == ".gguf":
+        return _from_gguf(path, progress=progress)
+    raise ModelError(f"{path} is a file: a model is a directory with safetensors, or a .gguf file")
 
 
 def _once(name: str, gguf_sha256: str, report: Report, build: Callable[[Path], dict[str, object]]) -> Path:

@@ -1,4 +1,4 @@
-"""A tiny random Llama as a GGUF file, wheels that carry it, and a cache and package index of the test's own."""
+"""A tiny random Llama as a GGUF file, wheels that carry it, and a cache and an index for the test alone."""
 
 from __future__ import annotations
 
