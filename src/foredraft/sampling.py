@@ -1,116 +1,26 @@
 """Logits to law, and law to token. The only place that knows the order of the processors.
 
 Penalties and min_tokens (history dependent), logit bias, temperature, top-k, top-p, min-p: the order and the
-meaning of Hugging Face's processors, so that the same settings give the same law. All noise is keyed by
-(seed, stream, purpose, position, sibling): no state, so nothing depends on what else is in the batch.
+meaning of Hugging Face's processors, so that the same settings give the same law.
 """
 
 from __future__ import annotations
 
-import hashlib
+import math
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import partial
 from typing import Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.errors import ConfigError
+from foredraft.noise import Noise as Noise
 from foredraft.types import SamplingParams, TokenLogprob
 
-_WORD = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and its two multipliers
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_ACCEPT, _DRAW = 1, 2  # purposes: what decides acceptance never decides which token is drawn
-_CHUNK = 64
-
-
-def _signed(word: int) -> int:
-    """Read 64 bits as the int64 that torch computes with."""
-    return word - 2**64 if word >= 2**63 else word
-
-
-def _mix(word: int) -> int:
-    """Scramble 64 bits (the finaliser of splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
-    word = ((word ^ (word >> 30)) * _MULTIPLIERS[0]) & _WORD
-    word = ((word ^ (word >> 27)) * _MULTIPLIERS[1]) & _WORD
-    return word ^ (word >> 31)
-
-
-def _absorb(key: int, value: int) -> int:
-    return _mix((((key ^ value) & _WORD) + _STEP) & _WORD)
-
-
-def _mix_tensor(words: Tensor) -> Tensor:
-    """`_mix` of every element, in place. int64 arithmetic wraps; its right shift must be made logical."""
-    for shift, factor in zip((30, 27), _MULTIPLIERS, strict=True):
-        words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
-        words *= _signed(factor)
-    words ^= (words >> 31).bitwise_and_(2**33 - 1)
-    return words
-
-
-@lru_cache(maxsize=8)
-def _offsets(vocab: int, device: torch.device) -> Tensor:
-    """What a key is advanced by for each token; int64 [vocab], never written to."""
-    return torch.arange(1, vocab + 1, device=device) * _signed(_STEP)
-
-
-def exponentials(keys: Tensor | int, offsets: Tensor) -> Tensor:
-    """Return unit exponentials, float64 of the broadcast shape of keys and offsets (both int64).
-
-    The uniform below the logarithm is an odd multiple of 2**-53: never 0 or 1, symmetric, and fine enough
-    that the tails of a race over a whole vocabulary are right.
-    """
-    words = _mix_tensor(offsets + keys)
-    words >>= 11
-    words |= 1
-    return words.to(torch.float64).mul_(2.0**-53).add_(0.5).log_().neg_()
-
-
-def exponential_rows(keys: Tensor, vocab: int) -> Tensor:
-    """Return `Noise.exponential` for many keys at once: int64 [...] gives float64 [..., vocab]."""
-    return exponentials(keys.unsqueeze(-1), _offsets(vocab, keys.device))
-
-
-class Noise:
-    """Random numbers as a pure function of (seed, stream, purpose, pos, sibling, token).
-
-    Acceptance reads `uniform`, the target's own draws read `exponential`, and drafts are drawn from
-    `fork("draft")`: three sets that share no number. `pos` is the position in the text of the token decided.
-    """
-
-    __slots__ = ("_key",)
-
-    def __init__(self, seed: int) -> None:
-        self._key = _absorb(0, seed)
-
-    def fork(self, stream: str) -> Noise:
-        """Return an independent source, named by `stream`."""
-        child = Noise(0)
-        digest = hashlib.blake2b(stream.encode(), digest_size=8).digest()
-        child._key = _absorb(self._key, int.from_bytes(digest, "little"))
-        return child
-
-    def _keyed(self, purpose: int, pos: int, sibling: int) -> int:
-        return _absorb(_absorb(_absorb(self._key, purpose), pos), sibling)
-
-    def uniform(self, pos: int, sibling: int = 0) -> float:
-        """Return a number in [0, 1), a multiple of 2**-53."""
-        return (self._keyed(_ACCEPT, pos, sibling) >> 11) * 2.0**-53
-
-    def draw_key(self, pos: int, sibling: int = 0) -> int:
-        """Return the key of `exponential(pos, ...)` for `exponential_rows`."""
-        return _signed(self._keyed(_DRAW, pos, sibling))
-
-    def exponential(self, pos: int, vocab: int, sibling: int = 0) -> Tensor:
-        """Return one unit exponential a token, float64 [vocab], on the CPU."""
-        return exponentials(self.draw_key(pos, sibling), _offsets(vocab, torch.device("cpu")))
-
-    def exponential_at(self, pos: int, tokens: Tensor, sibling: int = 0) -> Tensor:
-        """Return `exponential(pos, vocab, sibling)[tokens]`, computing no others; on the tokens' device."""
-        return exponentials(self.draw_key(pos, sibling), (tokens + 1) * _signed(_STEP))
+_CHUNK = 64  # tokens that are looked at together before any of them is looked at alone
 
 
 def needs_history(params: SamplingParams) -> bool:
@@ -139,26 +49,27 @@ def penalize(
     if params.repetition_penalty == 1 and not _counts_output(params) and not short:
         return logits
     logits = logits.to(torch.float32, copy=True)
-    device, vocab = logits.device, logits.shape[-1]
-    rows = torch.tensor([row for row, output in enumerate(outputs) for _ in output], device=device).long()
-    tokens = torch.tensor([token for output in outputs for token in output], device=device).long()
+    vocab = logits.shape[-1]
+    ids = partial(torch.tensor, dtype=torch.int64, device=logits.device)
+    # (row, token) of all that was emitted; repeats do no harm below, as they write one value several times.
+    emitted = (
+        ids([row for row, output in enumerate(outputs) for _ in output]),
+        ids([token for output in outputs for token in output]),
+    )
     if params.repetition_penalty != 1:
-        prompt = torch.tensor(prompt_ids, device=device).long()
-        seen = torch.zeros(logits.shape, dtype=torch.bool, device=device)
-        seen[:, prompt[prompt < vocab]] = True  # a tokenizer may know ids that the head does not
-        seen[rows, tokens] = True
-        scaled = torch.where(
-            logits < 0, logits * params.repetition_penalty, logits / params.repetition_penalty
-        )
-        logits = torch.where(seen, scaled, logits)
+        prompt = ids(prompt_ids)
+        prompt = prompt[prompt < vocab]  # a tokenizer may know ids that the head does not
+        every_row = torch.arange(len(outputs), device=logits.device)
+        rows = torch.cat([every_row.repeat_interleave(len(prompt)), emitted[0]])
+        seen = (rows, torch.cat([prompt.repeat(len(outputs)), emitted[1]]))
+        old = logits[seen]
+        logits[seen] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
     if _counts_output(params):
-        counts = torch.zeros_like(logits)
-        counts.index_put_((rows, tokens), counts.new_ones(()), accumulate=True)
-        logits -= params.frequency_penalty * counts + params.presence_penalty * (counts > 0)
+        counts = torch.zeros_like(logits).index_put_(emitted, logits.new_ones(()), accumulate=True)
+        logits[emitted] -= params.frequency_penalty * counts[emitted] + params.presence_penalty
     if short:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
-        banned = torch.tensor([token for token in ends if token < vocab], device=device).long()
-        logits[torch.tensor(short, device=device)[:, None], banned] = -torch.inf
+        logits[ids(short)[:, None], ids([token for token in ends if token < vocab])] = -torch.inf
     return logits
 
 
@@ -171,7 +82,7 @@ def add_bias(logits: Tensor, params: SamplingParams) -> Tensor:
         return logits
     vocab = logits.shape[-1]
     if (largest := max(params.logit_bias)) >= vocab:
-        raise ConfigError(f"logit_bias names token {largest}, but the model's vocabulary has {vocab} tokens")
+        raise ConfigError(f"logit_bias names token {largest}, but the model has tokens 0 to {vocab - 1} only")
     logits = logits.to(torch.float32, copy=True)
     tokens = torch.tensor(list(params.logit_bias), device=logits.device)
     logits[..., tokens] += logits.new_tensor(list(params.logit_bias.values()))
@@ -186,67 +97,108 @@ def to_laws(logits: Tensor, params: SamplingParams) -> Tensor:
     all mass on the argmax.
     """
     logits = add_bias(logits, params).float()
+    vocab = logits.shape[-1]
     if params.greedy:
-        return F.one_hot(argmax(logits), logits.shape[-1]).float()
+        return torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1.0)
     if params.temperature != 1:
         # Below 1e-30 every law is the same, and a quotient could overflow.
         logits = logits / max(params.temperature, 1e-30)
-    vocab = logits.shape[-1]
-    if (params.top_k == 0 or params.top_k >= vocab) and params.top_p == 1 and params.min_p == 0:
+    if params.top_k == 0 and params.top_p == 1 and params.min_p == 0:
         return torch.softmax(logits, dim=-1)
-    width = max(_CHUNK, params.top_k * 5 // 4)
-    return _truncated(logits.reshape(-1, vocab), params, width).view(logits.shape)
+    return _truncated(logits.reshape(-1, vocab), params).view(logits.shape)
 
 
-def _truncated(logits: Tensor, params: SamplingParams, width: int) -> Tensor:
-    """Return the laws of logits [rows, vocab] after top-k, top-p and min-p, sorting `width` tokens a row.
+def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return the laws of logits [rows, vocab] after top-k, top-p and min-p.
 
-    What is kept is a prefix of the sorted row. It is known for good once the last token looked at is less
-    likely than the last one kept; rows where it is not are done again with more tokens.
+    Sorts candidates only: all that reach a bound which no kept token is below, far fewer than the vocabulary.
     """
     vocab = logits.shape[-1]
-    width = min(width, vocab)
-    values, tokens = _top(logits, width)
-    kept = values > -torch.inf
-    weights = (values - values[:, :1]).double().exp_()  # relative to the most likely token
-    if 0 < params.top_k < vocab:
-        kept &= values >= values[:, params.top_k - 1, None]
-        probs = weights * kept
-        probs /= probs.sum(-1, keepdim=True)
+    best = logits.amax(-1, keepdim=True)
+    top_k = params.top_k if params.top_k < vocab else 0
+    bound, mass = torch.full_like(best, torch.finfo(torch.float32).min), torch.ones_like(best)
+    slack = 1e-3 + 1e-6 * best.abs()  # in nats, far above the rounding of a bound
+    if top_k:
+        bound = _kth_bound(logits, top_k).clamp(min=bound)
     elif params.top_p < 1:
-        probs = torch.softmax(logits, dim=-1).gather(1, tokens).double()
+        probs = torch.softmax(logits, dim=-1)
+        mass = 1 / probs.amax(-1, keepdim=True)
+        bound = best + torch.log(_nucleus_bound(probs, params.top_p) * mass) - slack
+    if params.min_p > 0 and not top_k:
+        bound = bound.clamp(min=best + math.log(params.min_p) - slack)
+    flat, counts = _candidates(logits, bound)
+    row = torch.arange(len(logits), device=flat.device).repeat_interleave(counts)
+    place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[row]
+    values = logits.new_full((len(logits), int(counts.max())), -torch.inf)
+    values[row, place] = logits.flatten()[flat]
+    weights = (values - best).double().exp_() * _kept(values, best, mass, top_k, params)
+    weights /= weights.sum(-1, keepdim=True)
+    return torch.zeros_like(logits).put_(flat, weights[row, place].float())
+
+
+def _kth_bound(logits: Tensor, k: int) -> Tensor:
+    """Return a value that at least k logits of each row reach, [rows, 1]: the k-th largest chunk maximum."""
+    maxima = _chunks(logits).amax(-1)
+    return (maxima if k <= maxima.shape[-1] else logits).topk(k).values[:, -1:]
+
+
+def _nucleus_bound(probs: Tensor, top_p: float) -> Tensor:
+    """Return probabilities [rows, 1] that only tokens outside the top-p nucleus are below.
+
+    Tokens less likely than (1 - top_p) / vocab are outside, as even all of them have less than 1 - top_p
+    together. Bisection raises that while the excess over the bound, which is less than the mass above it,
+    still makes a nucleus.
+    """
+    low = torch.full_like(probs[:, :1], (1 - top_p) / probs.shape[-1])
+    high = probs.amax(-1, keepdim=True)
+    excess = torch.empty_like(probs)
+    for _ in range(5):
+        middle = (low * high).sqrt()
+        enough = torch.sub(probs, middle, out=excess).relu_().sum(-1, keepdim=True) > top_p + 1e-5
+        low, high = torch.where(enough, middle, low), torch.where(enough, high, middle)
+    return low
+
+
+def _candidates(logits: Tensor, bound: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where logits [rows, vocab] reach bound [rows, 1]: flat indices [n], and how many a row [rows].
+
+    On a CPU numpy compares and searches several times as fast as torch.
+    """
+    if logits.device.type != "cpu":
+        reached = logits >= bound
+        return reached.flatten().nonzero().squeeze(1), reached.sum(-1)
+    mask = logits.numpy() >= bound.numpy()
+    return torch.from_numpy(np.flatnonzero(mask)), torch.from_numpy(np.count_nonzero(mask, axis=-1))
+
+
+def _kept(values: Tensor, best: Tensor, mass: Tensor, top_k: int, params: SamplingParams) -> Tensor:
+    """Return which candidates survive, bool [rows, width]. values: [rows, width], filled up with -inf.
+
+    mass: of the whole row relative to its best token, [rows, 1], unless top_k decides it. Each cut keeps a
+    suffix of the ascending row, so all follows from the last value kept and how many of its ties are.
+    """
+    ranked = _sorted(values)
+    weights = (ranked - best).double().exp_()
+    kept = ranked > -torch.inf
+    if top_k:
+        kept &= ranked >= ranked[:, -min(top_k, ranked.shape[-1]), None]
+        mass = (weights * kept).sum(-1, keepdim=True)
     if params.top_p < 1:
-        kept &= probs.cumsum(-1) - probs < params.top_p  # the mass before each token
+        better = weights.flip(-1).cumsum(-1).flip(-1) - weights  # mass of the tokens ranked above
+        kept &= better < params.top_p * mass
     if params.min_p > 0:
         kept &= weights >= params.min_p
-    weights *= kept
-    weights /= weights.sum(-1, keepdim=True)
-    laws = torch.zeros_like(logits).scatter_(1, tokens, weights.float())
-    if width < vocab:
-        open_ended = values.masked_fill(~kept, torch.inf).amin(-1) <= values[:, -1]
-        if bool(open_ended.any()):
-            laws[open_ended] = _truncated(logits[open_ended], params, width * 8)
-    return laws
+    edge = ranked.gather(1, ranked.shape[-1] - kept.sum(-1, keepdim=True))
+    ties = (kept & (ranked == edge)).sum(-1, keepdim=True)
+    at_edge = values == edge
+    return (values > edge) | (at_edge & (at_edge.flip(-1).cumsum(-1).flip(-1) <= ties))
 
 
-def _top(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Return the largest values of each row and their tokens, both [rows, width], best first, then by token.
-
-    The width largest tokens lie in the width chunks with the largest maxima, and those are found in one quick
-    pass. Which of the tokens that tie with the last one are returned is left open.
-    """
-    vocab = logits.shape[-1]
-    if 2 * _CHUNK * width < vocab:
-        chunks = _chunks(logits)
-        best = chunks.amax(-1).topk(width).indices
-        near = chunks.gather(1, best.unsqueeze(-1).expand(-1, -1, _CHUNK)).flatten(1)
-        places = near.topk(width).indices
-        tokens = best.gather(1, places // _CHUNK) * _CHUNK + places % _CHUNK
-    else:
-        tokens = logits.topk(width).indices
-    tokens = tokens.sort(descending=True).values
-    values, order = logits.gather(1, tokens).sort(descending=True, stable=True)
-    return values, tokens.gather(1, order)
+def _sorted(values: Tensor) -> Tensor:
+    """Sort each row, ascending; on a CPU several times as fast as torch, which sorts indices along."""
+    if values.device.type != "cpu":
+        return values.sort().values
+    return torch.from_numpy(np.sort(values.numpy(), axis=-1))
 
 
 def _chunks(values: Tensor, fill: float = -torch.inf) -> Tensor:
@@ -265,13 +217,23 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def draw(law: Tensor, noise: Noise, pos: int, sibling: int = 0) -> int:
-    """Draw one token from a law [vocab]: the first to arrive when token t arrives at rate law[t].
+    """Draw one token from a law [vocab] by a race in two rounds: first among chunks, then inside the winner.
 
-    The winner has exactly that law (the Gumbel-max trick without its second logarithm). Two laws raced with
-    the same noise give the same token about as often as they allow (arXiv 2408.07978).
+    Of several arrivals at given rates each comes first with probability proportional to its rate, so the
+    winner has exactly that law (the Gumbel-max trick without its second logarithm), and only one chunk of
+    tokens needs noise. Two laws raced with the same noise agree about as often as any coupling lets them
+    (arXiv 2408.07978).
     """
-    times, tokens = _race(law, noise, pos, sibling)
-    return int(tokens[times.argmin()])
+    chunks = _chunks(law, fill=0.0)
+    rates = chunks.sum(-1, dtype=torch.float64)
+    chunk = int((noise.exponential_at(pos, chunk_ids(len(rates), law.device), sibling) / rates).argmin())
+    tokens = torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, device=law.device)
+    return chunk * _CHUNK + int((noise.exponential_at(pos, tokens, sibling) / chunks[chunk]).argmin())
+
+
+def chunk_ids(count: int, device: torch.device) -> Tensor:
+    """Return the ids under which chunks race, int64 [count]: negative, as no token is."""
+    return torch.arange(-1, -1 - count, -1, device=device)
 
 
 def draw_siblings(
@@ -280,30 +242,19 @@ def draw_siblings(
     """Draw `count` tokens from a law [vocab] to continue one node, in draw order.
 
     "iid": independently, sibling i with its own noise. "distinct": without replacement, the first to arrive
-    in one race (Gumbel top-k, arXiv 1903.06059); fewer than `count` when the law has fewer tokens.
+    in one race of all tokens (Gumbel top-k, arXiv 1903.06059); fewer when the law has fewer tokens.
     """
     if draw_as == "iid":
         return [draw(law, noise, pos, sibling) for sibling in range(count)]
-    times, tokens = _race(law, noise, pos, 0)
-    first = times.topk(min(count, len(times)), largest=False)
-    arrived: list[int] = tokens[first.indices[first.values.isfinite()]].tolist()
-    return arrived
-
-
-def _race(law: Tensor, noise: Noise, pos: int, sibling: int) -> tuple[Tensor, Tensor]:
-    """Return arrival times (float64) and their tokens, [n] both; where there is no mass the time is inf.
-
-    Only chunks of the vocabulary that hold some mass run: after top-k few do.
-    """
-    chunks = _chunks(law, fill=0.0)
-    live = chunks.amax(-1).nonzero()
-    tokens = (live * _CHUNK + torch.arange(_CHUNK, device=law.device)).flatten()
-    return noise.exponential_at(pos, tokens, sibling) / chunks[live.squeeze(1)].flatten(), tokens
+    tokens = law.nonzero().squeeze(1)
+    times = noise.exponential_at(pos, tokens) / law[tokens]
+    first: list[int] = tokens[times.topk(min(count, len(tokens)), largest=False).indices].tolist()
+    return first
 
 
 def token_logprobs(logits: Tensor, token: int, top: int) -> TokenLogprob:
     """Return the log-probability of `token` and of the `top` most likely ones, from raw logits [vocab]."""
     logs = torch.log_softmax(logits.float(), dim=-1)
-    values, tokens = _top(logs.unsqueeze(0), min(top, len(logs)))
-    best = zip(tokens[0].tolist(), values[0].tolist(), strict=True)
-    return TokenLogprob(token, float(logs[token]), tuple(best))
+    best = logs.topk(min(top, len(logs)))
+    pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return TokenLogprob(token, float(logs[token]), tuple(pairs))
