@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -39,27 +38,16 @@ def _mix_tensor(words: Tensor) -> Tensor:
     return words
 
 
-@lru_cache(maxsize=8)
-def _offsets(vocab: int, device: torch.device) -> Tensor:
-    """What a key is advanced by for each token; int64 [vocab], never written to."""
-    return torch.arange(1, vocab + 1, device=device) * _signed(_STEP)
-
-
-def exponentials(keys: Tensor | int, offsets: Tensor) -> Tensor:
-    """Return unit exponentials, float64 of the broadcast shape of keys and offsets (both int64).
+def exponentials(keys: Tensor | int, tokens: Tensor) -> Tensor:
+    """Return `Noise.exponential_at` for many keys: both int64, float64 of their broadcast shape.
 
     The uniform below the logarithm is an odd multiple of 2**-53: never 0 or 1, symmetric, and fine enough
     that the tails of a race over a whole vocabulary are right.
     """
-    words = _mix_tensor(offsets + keys)
+    words = _mix_tensor((tokens + 1) * _signed(_STEP) + keys)
     words >>= 11
     words |= 1
     return words.to(torch.float64).mul_(2.0**-53).add_(0.5).log_().neg_()
-
-
-def exponential_rows(keys: Tensor, vocab: int) -> Tensor:
-    """Return `Noise.exponential` for many keys at once: int64 [...] gives float64 [..., vocab]."""
-    return exponentials(keys.unsqueeze(-1), _offsets(vocab, keys.device))
 
 
 class Noise:
@@ -88,14 +76,14 @@ class Noise:
         """Return a number in [0, 1), a multiple of 2**-53."""
         return (self._keyed(_ACCEPT, pos, sibling) >> 11) * 2.0**-53
 
-    def draw_key(self, pos: int, sibling: int = 0) -> int:
-        """Return the key of `exponential(pos, ...)` for `exponential_rows`."""
+    def key(self, pos: int, sibling: int = 0) -> int:
+        """Return what `exponentials` needs to know of seed, stream, position and sibling; an int64."""
         return _signed(self._keyed(_DRAW, pos, sibling))
 
     def exponential(self, pos: int, vocab: int, sibling: int = 0) -> Tensor:
         """Return one unit exponential a token, float64 [vocab], on the CPU."""
-        return exponentials(self.draw_key(pos, sibling), _offsets(vocab, torch.device("cpu")))
+        return exponentials(self.key(pos, sibling), torch.arange(vocab))
 
     def exponential_at(self, pos: int, tokens: Tensor, sibling: int = 0) -> Tensor:
         """Return `exponential(pos, vocab, sibling)[tokens]`, computing no others; on the tokens' device."""
-        return exponentials(self.draw_key(pos, sibling), (tokens + 1) * _signed(_STEP))
+        return exponentials(self.key(pos, sibling), tokens)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError
 from foredraft.noise import Noise as Noise
+from foredraft.noise import exponentials
 from foredraft.types import SamplingParams, TokenLogprob
 
 _CHUNK = 64  # tokens that are looked at together before any of them is looked at alone
@@ -217,23 +218,27 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def draw(law: Tensor, noise: Noise, pos: int, sibling: int = 0) -> int:
-    """Draw one token from a law [vocab] by a race in two rounds: first among chunks, then inside the winner.
+    """Draw one token from a law [vocab] with the noise of `pos`; see `draw_rows`."""
+    return int(draw_rows(law.unsqueeze(0), torch.tensor([noise.key(pos, sibling)], device=law.device)))
 
-    Of several arrivals at given rates each comes first with probability proportional to its rate, so the
-    winner has exactly that law (the Gumbel-max trick without its second logarithm), and only one chunk of
-    tokens needs noise. Two laws raced with the same noise agree about as often as any coupling lets them
-    (arXiv 2408.07978).
+
+def draw_rows(laws: Tensor, keys: Tensor) -> Tensor:
+    """Draw a token from each law [rows, vocab] with the noise of its key (int64 [rows]); int64 [rows].
+
+    A race in two rounds, first among chunks of the vocabulary, then inside the winner. Of several arrivals at
+    given rates each comes first with probability proportional to its rate, so the winner has exactly the law
+    (the Gumbel-max trick without its second logarithm), and only one chunk of tokens needs noise. Two laws
+    raced with the same noise agree about as often as any coupling lets them (arXiv 2408.07978).
     """
-    chunks = _chunks(law, fill=0.0)
+    keys = keys.unsqueeze(-1)
+    chunks = _chunks(laws, fill=0.0)
     rates = chunks.sum(-1, dtype=torch.float64)
-    chunk = int((noise.exponential_at(pos, chunk_ids(len(rates), law.device), sibling) / rates).argmin())
-    tokens = torch.arange(chunk * _CHUNK, (chunk + 1) * _CHUNK, device=law.device)
-    return chunk * _CHUNK + int((noise.exponential_at(pos, tokens, sibling) / chunks[chunk]).argmin())
-
-
-def chunk_ids(count: int, device: torch.device) -> Tensor:
-    """Return the ids under which chunks race, int64 [count]: negative, as no token is."""
-    return torch.arange(-1, -1 - count, -1, device=device)
+    # Chunks race under negative ids, which no token has.
+    ids = torch.arange(-1, -1 - rates.shape[-1], -1, device=laws.device)
+    chunk = (exponentials(keys, ids) / rates).argmin(-1, keepdim=True)
+    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=laws.device)
+    near = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, -1, _CHUNK)).squeeze(1)
+    return tokens.gather(1, (exponentials(keys, tokens) / near).argmin(-1, keepdim=True)).squeeze(1)
 
 
 def draw_siblings(

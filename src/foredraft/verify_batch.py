@@ -1,0 +1,193 @@
+"""The rules of verify.py for many sequences at once, on the device, without a round trip per sequence.
+
+Each function takes a padded batch of B trees with up to N nodes and says of each what its twin in verify.py
+says. On a CPU the twins are faster: they look at single numbers until a guess is rejected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from foredraft.sampling import Noise, argmax, draw_rows
+from foredraft.tree import children, depths
+from foredraft.types import Draft, Verdict
+
+Rule = Literal["greedy", "exact", "matched"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence to verify: the arguments of the rules in verify.py.
+
+    rows: [n + 1, vocab], target logits for "greedy", target laws for the other rules.
+    """
+
+    draft: Draft
+    rows: Tensor
+    noise: Noise
+    pos: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forest:
+    """B trees padded to N nodes. Padding has parent -2 and token -1, which match nothing.
+
+    tokens, parents: int64 [B, N]. rows: [B, N + 1, vocab]. keys: int64 [B, N + 1], the noise of the token
+    after a path of that length. uniforms: float64 [B, N], what decides the acceptance of each node.
+    laws: draft laws [B, N + 1, vocab], zero for a fixed draft. fixed, distinct: bool [B, 1], the draw.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    rows: Tensor
+    keys: Tensor
+    uniforms: Tensor
+    laws: Tensor | None
+    fixed: Tensor
+    distinct: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Verdicts:
+    """path: int64 [B, N], -1 after its end. next_token: int64 [B]. recovered: bool [B]."""
+
+    path: Tensor
+    next_token: Tensor
+    recovered: Tensor
+
+    def to_list(self) -> list[Verdict]:
+        """Bring the batch to the host, in one transfer."""
+        columns = [self.path, self.next_token.unsqueeze(1), self.recovered.unsqueeze(1)]
+        found = torch.cat(columns, dim=1).tolist()
+        return [
+            Verdict(tuple(node for node in path if node >= 0), token, bool(recovered))
+            for *path, token, recovered in found
+        ]
+
+
+def verify_batch(rule: Rule, jobs: Sequence[Job]) -> list[Verdict]:
+    """Verify all jobs by one rule, on the device of their rows; the verdicts are those of verify.py."""
+    if not jobs:
+        return []
+    forest = make_forest(jobs, with_laws=rule == "exact")
+    rules = {"greedy": batch_greedy, "exact": batch_exact, "matched": batch_matched}
+    return rules[rule](forest).to_list()
+
+
+def make_forest(jobs: Sequence[Job], *, with_laws: bool) -> Forest:
+    """Pad jobs to one batch. The laws of drafts are left out unless a rule needs them."""
+    device, vocab = jobs[0].rows.device, jobs[0].rows.shape[-1]
+    drafts = [job.draft for job in jobs]
+    nodes = max(len(draft) for draft in drafts)
+    laws = None
+    if with_laws and any(draft.laws is not None for draft in drafts):
+        none = torch.zeros(0, vocab, device=device)
+        laws = _stack([none if draft.laws is None else draft.laws for draft in drafts], nodes + 1)
+    parents = [[*draft.parents, *[-2] * (nodes - len(draft))] for draft in drafts]
+    keys = [[job.noise.key(job.pos + depth) for depth in range(nodes + 1)] for job in jobs]
+    uniforms = [_uniforms(job, nodes) if with_laws else [0.0] * nodes for job in jobs]
+    return Forest(
+        tokens=pad_sequence([draft.tokens.to(device) for draft in drafts], True, -1),
+        parents=torch.tensor(parents, dtype=torch.int64, device=device),
+        rows=_stack([job.rows for job in jobs], nodes + 1),
+        keys=torch.tensor(keys, device=device),
+        uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device),
+        laws=laws,
+        fixed=torch.tensor([[draft.draw == "fixed"] for draft in drafts], device=device),
+        distinct=torch.tensor([[draft.draw == "distinct"] for draft in drafts], device=device),
+    )
+
+
+def _stack(parts: Sequence[Tensor], rows: int) -> Tensor:
+    """Pad [n, vocab] tensors with zero rows to [B, rows, vocab]."""
+    stacked = parts[0].new_zeros(len(parts), rows, parts[0].shape[-1])
+    for seq, part in enumerate(parts):
+        stacked[seq, : len(part)] = part
+    return stacked
+
+
+def _uniforms(job: Job, nodes: int) -> list[float]:
+    """Return what decides the acceptance of each node; 0 for the padding, which is never asked."""
+    parents = job.draft.parents
+    found = [0.0] * nodes
+    at = depths(parents)
+    for siblings in children(parents):
+        for sibling, node in enumerate(siblings):
+            found[node] = job.noise.uniform(job.pos + at[node] - 1, sibling)
+    return found
+
+
+def batch_greedy(forest: Forest) -> Verdicts:
+    """Twin of verify_greedy; forest.rows are logits."""
+    best = argmax(forest.rows)  # [B, N + 1]
+    return _follow(forest, lambda row, depth: best.gather(1, row).squeeze(1))
+
+
+def batch_matched(forest: Forest) -> Verdicts:
+    """Twin of verify_matched."""
+    every = torch.arange(len(forest.rows), device=forest.rows.device)
+    return _follow(
+        forest, lambda row, depth: draw_rows(forest.rows[every, row.squeeze(1)], forest.keys[:, depth])
+    )
+
+
+def _follow(forest: Forest, choose: Callable[[Tensor, int], Tensor]) -> Verdicts:
+    """Walk all trees down at once; choose(row [B, 1], accepted so far) says the token of each sequence."""
+    tokens, parents = forest.tokens, forest.parents
+    path = torch.full_like(parents, -1)
+    node = parents.new_full((len(parents), 1), -1)
+    walking = torch.ones_like(node, dtype=torch.bool)
+    next_token = choose(node + 1, 0)
+    for depth in range(parents.shape[1]):
+        fits = (parents == node) & (tokens == next_token.unsqueeze(1)) & walking
+        walking = fits.any(-1, keepdim=True)
+        first = fits.int().argmax(-1, keepdim=True)
+        path[:, depth] = torch.where(walking, first, -1).squeeze(1)
+        node = torch.where(walking, first, node)
+        next_token = torch.where(walking.squeeze(1), choose(node + 1, depth + 1), next_token)
+    return Verdicts(path, next_token, (parents == node).any(-1))
+
+
+def batch_exact(forest: Forest) -> Verdicts:
+    """Twin of verify_exact: one pass over the nodes, since siblings come in order and children later.
+
+    A sequence asks node n when n continues the node where it stands; that alone decides acceptance order.
+    """
+    batch, nodes = forest.parents.shape
+    path = torch.full_like(forest.parents, -1)
+    at = forest.parents.new_full((batch, 1), -1)  # the node where each sequence stands
+    length = torch.zeros_like(at)
+    target = forest.rows[:, 0].double()  # [B, vocab], what the next token has after the rejections so far
+    guess = None if forest.laws is None else forest.laws[:, 0].double()
+    for node in range(nodes):
+        token = forest.tokens[:, node, None].clamp(min=0)
+        asked = forest.parents[:, node, None] == at
+        one_hot = torch.zeros_like(target).scatter_(1, token, 1.0)
+        drawn_from = one_hot if guess is None else torch.where(forest.fixed, one_hot, guess)
+        chance = forest.uniforms[:, node, None] * drawn_from.gather(1, token)
+        accepted = asked & (chance < target.gather(1, token))
+        rejected = asked & ~accepted
+        path.scatter_(1, length, torch.where(accepted, node, path.gather(1, length)))
+        at = torch.where(accepted, node, at)
+        length = length + accepted
+        left = _normalised((target - drawn_from).clamp_(min=0), target)
+        target = torch.where(accepted, forest.rows[:, node + 1], torch.where(rejected, left, target))
+        if guess is not None:
+            assert forest.laws is not None
+            rest = _normalised(guess * (1 - one_hot), guess)
+            guess = torch.where(rejected & forest.distinct, rest, guess)
+            guess = torch.where(accepted, forest.laws[:, node + 1], guess)
+    next_token = draw_rows(target, forest.keys.gather(1, length).squeeze(1))
+    return Verdicts(path, next_token, (forest.parents == at).any(-1))
+
+
+def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
+    """Return weights [B, vocab] as laws, and the rows of `otherwise` where there is no weight."""
+    total = weights.sum(-1, keepdim=True)
+    return torch.where(total > 0, weights / total, otherwise)
