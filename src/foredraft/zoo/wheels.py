@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
@@ -88,13 +89,11 @@ def _run(command: list[str], folder: Path, log: BinaryIO, wheel: Wheel, report: 
 
 
 def _size_below(folder: Path, name: str) -> int:
-    """Return the size of the largest file of this name below the folder while others write there."""
+    """Return the size of the largest file of this name below the folder, while pip moves things there."""
     sizes = [0]
-    for path in folder.rglob(name):
-        try:
-            sizes.append(path.stat().st_size)
-        except OSError:  # pip moved it between the two calls
-            continue
+    for place, _, names in os.walk(folder):  # passes over a directory that is gone
+        with suppress(FileNotFoundError):
+            sizes += [os.path.getsize(os.path.join(place, name))] if name in names else []
     return max(sizes)
 
 

