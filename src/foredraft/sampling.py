@@ -93,9 +93,9 @@ def add_bias(logits: Tensor, params: SamplingParams) -> Tensor:
 def to_laws(logits: Tensor, params: SamplingParams) -> Tensor:
     """Turn (penalized) logits [..., vocab] into laws, float32 [..., vocab], rows that sum to 1.
 
-    Logit bias, temperature, top-k, top-p, min-p, with Hugging Face's rules for ties: top-k keeps all that tie
-    with the k-th, top-p keeps of the tied tokens at its edge those with the largest ids. Temperature 0 puts
-    all mass on the argmax.
+    Logit bias, temperature, top-k, top-p, min-p, with Hugging Face's rules: top-k keeps all that tie with the
+    k-th; top-p keeps no more of the ties at its edge than it needs, here those with the largest ids.
+    Temperature 0 puts all mass on the argmax.
     """
     logits = add_bias(logits, params).float()
     vocab = logits.shape[-1]
