@@ -19,6 +19,16 @@ from foredraft.verify_batch import Job, verify_batch
 
 POS = 5
 DRAWS: list[Draw] = ["fixed", "iid", "distinct"]
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
 examples = settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -75,6 +85,13 @@ def test_greedy_emits_what_plain_argmax_emits(seed: int, vocab: int) -> None:
     assert_is_path(job.draft, verdict.path)
 
 
+def on(device: str, job: Job) -> Job:
+    laws = None if job.draft.laws is None else job.draft.laws.to(device)
+    draft = Draft(job.draft.tokens, job.draft.parents, laws, job.draft.draw)
+    return Job(draft, job.rows.to(device), job.noise, job.pos)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @examples
 @given(
     seed=st.integers(0, 10**6),
@@ -82,13 +99,17 @@ def test_greedy_emits_what_plain_argmax_emits(seed: int, vocab: int) -> None:
     vocab=st.sampled_from([3, 4, 7, 64, 150]),
     sharp=st.sampled_from([0.0, 1.0, 4.0, 60.0]),
 )
-def test_the_batch_agrees_with_its_twins(seed: int, draws: list[Draw], vocab: int, sharp: float) -> None:
+def test_the_batch_agrees_with_its_twins(
+    device: str, seed: int, draws: list[Draw], vocab: int, sharp: float
+) -> None:
+    """The twins run on the CPU throughout."""
     jobs = [random_job(seed + place, how, vocab, sharp=sharp) for place, how in enumerate(draws)]
+    there = [on(device, job) for job in jobs]
     exact = [verify_exact(job.draft, job.rows, job.noise, job.pos) for job in jobs]
-    assert verify_batch("exact", jobs) == exact
+    assert verify_batch("exact", there) == exact
     matched = [verify_matched(job.draft, job.rows, job.noise, job.pos) for job in jobs]
-    assert verify_batch("matched", jobs) == matched
-    assert verify_batch("greedy", jobs) == [verify_greedy(job.draft, job.rows) for job in jobs]
+    assert verify_batch("matched", there) == matched
+    assert verify_batch("greedy", there) == [verify_greedy(job.draft, job.rows) for job in jobs]
 
 
 @examples
