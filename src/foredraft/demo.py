@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any, Literal
 
 import numpy as np
+from rich import box
 from rich.table import Table
 
 from foredraft.llm import LLM, stats_record
@@ -17,8 +18,9 @@ from foredraft.text import encode_chat
 from foredraft.types import Completion, SamplingParams
 
 Identity = Literal["yes", "tie", "NO"]
-_TOP = 20  # log-probabilities compared per position; the most that SamplingParams gives
-_NOISE_AT = 8  # positions where the numerical noise is measured
+_TOP = 20  # tokens whose log-probabilities are asked for; the most that SamplingParams gives
+_NOISE_TOP = 5  # the likeliest of them, between which the noise is measured
+_NOISE_AT = 8  # places of an answer where it is measured
 _RESAMPLES = 10_000
 _WARM_UP_TOKENS = 24
 
@@ -130,7 +132,7 @@ def compare(llm: LLM, prompt: list[int], plain: list[int], drafted: list[int]) -
 
 
 def _noise(llm: LLM, prompt: list[int], answer: list[int], alone: Sequence[dict[int, float]]) -> float:
-    """Return by how much, at most, the gap between two likely tokens depends on the shape of the pass.
+    """Return by how much, at most, the gap between two of the likeliest tokens depends on the pass's shape.
 
     alone[place]: log-probabilities at a place of the answer, from passes over one token; here they are
     compared with those of one pass over all the text before the place.
@@ -141,7 +143,11 @@ def _noise(llm: LLM, prompt: list[int], answer: list[int], alone: Sequence[dict[
     noise = 0.0
     for place, completion in zip(places, together, strict=True):
         for entry in completion.logprobs or ():
-            moved = [value - alone[place][token] for token, value in entry.top if token in alone[place]]
+            moved = [
+                value - alone[place][token]
+                for token, value in entry.top[:_NOISE_TOP]
+                if token in alone[place]
+            ]
             noise = max(noise, max(moved) - min(moved))
     return noise
 
@@ -156,9 +162,15 @@ def mean_speedup(pairs: Sequence[Pair]) -> MeanSpeedup:
 
 def demo_table(pairs: Sequence[Pair]) -> Table:
     """Return the table that the demo prints."""
-    table = Table()
-    table.add_column("category")
-    for column in ("tokens", "tokens/s plain", "tokens/s drafted", "speed-up", "accept_rate", "mean_emitted"):
+    table = Table("category", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))  # fits 80 columns
+    for column in (
+        "tokens",
+        "tokens/s\nplain",
+        "tokens/s\ndrafted",
+        "speed-up",
+        "accept_\nrate",
+        "mean_\nemitted",
+    ):
         table.add_column(column, justify="right")
     table.add_column("identical")
     for pair in pairs:

@@ -33,6 +33,7 @@ class Terminal:
     def __init__(self, *args: str) -> None:
         ours, theirs = pty.openpty()
         self.end = ours
+        self.shown = b""  # and not asked for yet
         self.process = subprocess.Popen(
             [*COMMAND, *args], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
         )
@@ -45,15 +46,15 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def until(self, text: str) -> str:
-        """Return what is shown up to and with `text`."""
-        shown = b""
+        """Return what is shown next, up to and with `text`."""
         deadline = time.monotonic() + PATIENCE_S
-        while text.encode() not in shown:
+        while text.encode() not in self.shown:
             left = deadline - time.monotonic()
-            assert left > 0, f"{text!r} never came: {shown!r}"
+            assert left > 0, f"{text!r} never came: {self.shown!r}"
             if select.select([self.end], [], [], left)[0]:
-                shown += os.read(self.end, 4096)
-        return shown.decode(errors="replace")
+                self.shown += os.read(self.end, 4096)
+        before, _, self.shown = self.shown.partition(text.encode())
+        return before.decode(errors="replace") + text
 
     def close(self) -> None:
         self.process.kill()

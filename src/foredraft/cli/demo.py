@@ -70,17 +70,15 @@ def _print_table(loading: Loading, llm: LLM, pairs: list[Pair]) -> None:
 
     from foredraft.demo import demo_table, mean_speedup
 
-    console = Console(highlight=False)
-    console.print(f"{loading.model}, {llm.dtype}, draft {loading.draft}, greedy, one request at a time")
-    console.print(demo_table(pairs))
+    print(f"{loading.model}, {llm.dtype}, draft {loading.draft}, greedy, one request at a time")
+    Console().print(demo_table(pairs))
     for place, pair in enumerate(pairs, 1):
-        found = pair.comparison
-        if found.identical != "yes":
-            console.print(f"{found.identical}: prompt {place} {found.why}")
+        if pair.comparison.identical != "yes":
+            print(f"{pair.comparison.identical}: prompt {place} {pair.comparison.why}")
     mean = mean_speedup(pairs)
-    console.print(
-        f"mean speed-up {mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}] (geometric mean over the prompts, "
-        "95 % bootstrap interval; tokens/s include reading the prompt)"
+    print(
+        f"mean speed-up {mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}] "
+        "(geometric mean, 95 % bootstrap interval over the prompts; prompt reading is in tokens/s)"
     )
 
 
