@@ -166,7 +166,7 @@ def test_requests_join_and_leave_at_any_step() -> None:
         assert found[request_id] == whole[: len(found[request_id])]
         assert reasons[request_id] == ("cancelled" if request_id == "r2" else "length")
     assert engine._kv.pool.free == engine._kv.pool.size
-    assert not engine.proposer.known  # type: ignore[union-attr]
+    assert not engine.drafter.proposer.known  # type: ignore[union-attr]
 
 
 def test_stops_inside_an_accepted_run_cut_text_and_cache_alike() -> None:

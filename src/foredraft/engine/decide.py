@@ -12,6 +12,7 @@ from foredraft.engine.sequence import Sequence
 from foredraft.tree import depths
 from foredraft.types import Draft, FinishReason, SpecStats, TokenLogprob, Verdict
 from foredraft.verify import verify_exact, verify_greedy, verify_matched
+from foredraft.verify_batch import Job, Rule, verify_batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,22 +30,43 @@ class Emission:
 def decide(
     seqs: Seq[Sequence], drafts: Seq[Draft], logits: Seq[Tensor], eos_ids: frozenset[int]
 ) -> list[Verdict]:
-    """Verify each draft against its rows of logits, [n + 1, vocab]."""
-    return [_decide(seq, draft, rows, eos_ids) for seq, draft, rows in zip(seqs, drafts, logits, strict=True)]
+    """Verify each draft against its rows of logits, [n + 1, vocab].
 
-
-def _decide(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -> Verdict:
-    """Greedy is argmax; what was drawn is verified by rejection, what was not (or must reproduce) by
-    matching.
+    Greedy is argmax; what was drawn is verified by rejection, what was not (or must reproduce) by matching.
     """
+    rules = [_rule(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
+    jobs = [_job(*row, eos_ids) for row in zip(seqs, drafts, logits, strict=True)]
+    if logits and logits[0].device.type == "cpu":
+        return [_verify(rule, job) for rule, job in zip(rules, jobs, strict=True)]
+    verdicts: dict[int, Verdict] = {}
+    for rule in dict.fromkeys(rules):
+        places = [place for place, its in enumerate(rules) if its == rule]
+        verdicts |= zip(places, verify_batch(rule, [jobs[place] for place in places]), strict=True)
+    return [verdicts[place] for place in range(len(jobs))]
+
+
+def _rule(seq: Sequence, draft: Draft) -> Rule:
+    if seq.params.greedy:
+        return "greedy"
+    return "matched" if seq.params.reproducible or draft.draw == "fixed" else "exact"
+
+
+def _job(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -> Job:
+    """Apply the processors at every node with the node's own history."""
     params = seq.params
     if sampling.needs_history(params):
         outputs = _histories(seq, draft)
         logits = sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, eos_ids)
-    if params.greedy:
-        return verify_greedy(draft, sampling.add_bias(logits, params))
-    verify = verify_matched if params.reproducible or draft.draw == "fixed" else verify_exact
-    return verify(draft, sampling.to_laws(logits, params), seq.noise, len(seq.tokens))
+    rows = sampling.add_bias(logits, params) if params.greedy else sampling.to_laws(logits, params)
+    return Job(draft, rows, seq.noise, len(seq.tokens))
+
+
+def _verify(rule: Rule, job: Job) -> Verdict:
+    """One sequence at a time, as is fastest on a CPU."""
+    if rule == "greedy":
+        return verify_greedy(job.draft, job.rows)
+    verify = verify_matched if rule == "matched" else verify_exact
+    return verify(job.draft, job.rows, job.noise, job.pos)
 
 
 def _histories(seq: Sequence, draft: Draft) -> list[list[int]]:

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs, step_stats
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.drafter import Drafter
+from foredraft.engine.kv import BLOCK, extend_keys
 from foredraft.engine.protocols import Controller, ForwardOut, Proposer, StepTimes, Target
 from foredraft.engine.scheduler import Planned, Scheduler
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.sampling import Noise
 from foredraft.types import (
-    NO_DRAFT,
     Draft,
     SamplingParams,
     SpecStats,
@@ -71,13 +71,12 @@ class Engine:
         make_sink: SinkMaker | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if (proposer is None) != (controller is None):
-            raise ConfigError("a proposer needs a controller, and a controller needs a proposer")
         if config.max_len > target.max_len:
             raise ConfigError(
                 f"max_len={config.max_len} exceeds the model's context: use {target.max_len} or less"
             )
-        self.target, self.proposer, self.controller, self.config = target, proposer, controller, config
+        self.target, self.config = target, config
+        self.drafter = Drafter(proposer, controller)
         self.stats = SpecStats()
         self._kv = target.make_kv(config.kv_tokens)
         self._scheduler = Scheduler(max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
@@ -133,12 +132,12 @@ class Engine:
         seqs = [planned.seq for planned in plan if planned.emits]
 
         draft_start = self._clock()
-        drafts = self._propose(seqs, sum(planned.feed for planned in plan))
+        drafts = self.drafter.propose(seqs, self._kv.pool, sum(planned.feed for planned in plan))
         draft_s = self._clock() - draft_start
 
         batch = make_batch(_feeds(plan, drafts))
         target_start = self._clock()
-        out = self.target.forward(batch, self._kv, self._hidden_layers)
+        out = self.target.forward(batch, self._kv, self.drafter.hidden_layers)
         target_s = self._clock() - target_start
 
         logits = [out.logits[rows.start : rows.stop] for rows in batch.logits_of if rows]
@@ -148,7 +147,7 @@ class Engine:
             for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True)
         ]
         self._commit(plan, verdicts, emissions)
-        self._observe(batch, out, seqs, verdicts)
+        self.drafter.observe(seqs, verdicts, _hidden_of(batch, out))
 
         now = self._clock()
         times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
@@ -157,16 +156,11 @@ class Engine:
             _output(seq, emission, emitted_logprobs(seq, verdict, emission, rows))
             for seq, emission, verdict, rows in zip(seqs, emissions, verdicts, logits, strict=True)
         ]
-        if self.controller is not None:
-            self.controller.observe(made, times)
+        self.drafter.learn(made, times)
         for seq, emission in zip(seqs, emissions, strict=True):
             if emission.finish_reason is not None:
                 self._finish(seq)
         return outputs + made
-
-    @property
-    def _hidden_layers(self) -> tuple[int, ...]:
-        return self.proposer.needs.hidden_layers if self.proposer is not None else ()
 
     def _check(self, prompt_ids: Seq[int], params: SamplingParams, request_id: str) -> None:
         room = min(self.config.max_len, self._kv.pool.tokens)
@@ -196,32 +190,6 @@ class Engine:
         self._cancelled.clear()
         return outputs
 
-    def _propose(self, seqs: list[Sequence], batch_tokens: int) -> list[Draft]:
-        """Return one draft a sequence, for which the cache then has slots."""
-        if self.proposer is None or self.controller is None:
-            return [NO_DRAFT] * len(seqs)
-        pool = self._kv.pool
-        budgets = []
-        free = pool.free
-        for seq, auto in zip(seqs, self.controller.budgets(seqs, batch_tokens), strict=True):
-            wanted = auto if seq.params.budget == "auto" else seq.params.budget
-            wanted = wanted if seq.levels_left > 0 else 0
-            room = seq.table.capacity - len(seq.tokens) + free * BLOCK
-            budgets.append(min(wanted, room))
-            free -= max(0, pool.needed(len(seq.tokens) + budgets[-1]) - len(seq.table.blocks))
-        drafts = self.proposer.propose(seqs, budgets)
-        for seq, draft, budget in zip(seqs, drafts, budgets, strict=True):
-            assert len(draft) <= budget
-            grown = pool.grow(seq.table, len(seq.tokens) + len(draft))
-            assert grown
-        return drafts
-
-    def _observe(self, batch: Batch, out: ForwardOut, seqs: Seq[Sequence], verdicts: Seq[Verdict]) -> None:
-        if self.proposer is not None:
-            spans = [span for span, rows in zip(batch.spans, batch.logits_of, strict=True) if rows]
-            hidden = [tuple(layer[span.start : span.stop] for layer in out.hidden) for span in spans]
-            self.proposer.observe(seqs, verdicts, hidden)
-
     def _commit(self, plan: Seq[Planned], verdicts: Seq[Verdict], emissions: Seq[Emission]) -> None:
         """Append what was emitted; the cache keeps all of it but the last token, accepted nodes moved
         together.
@@ -233,6 +201,7 @@ class Engine:
             seq = planned.seq
             if not planned.emits:
                 seq.kv_len += planned.feed
+                self._remember(seq)
                 continue
             verdict, emission = next(decided)
             first = len(seq.tokens)  # the position after the root
@@ -243,8 +212,17 @@ class Engine:
             seq.tokens += emission.token_ids
             seq.kv_len = len(seq.tokens) - 1
             self._kv.pool.shrink(seq.table, len(seq.tokens))
+            self._remember(seq)
         if sources:
             self._kv.move(torch.cat(sources), torch.cat(targets))
+
+    def _remember(self, seq: Sequence) -> None:
+        """Let later requests find the blocks that this one has filled."""
+        extend_keys(seq.keys, seq.tokens)
+        full = seq.kv_len // BLOCK
+        if full > seq.remembered:
+            self._kv.pool.remember(seq.table, seq.keys[:full], seq.remembered)
+            seq.remembered = full
 
     def _account(
         self,
@@ -277,10 +255,7 @@ class Engine:
     def _finish(self, seq: Sequence) -> None:
         """Forget a request: its blocks are free and its id can be used again."""
         self._scheduler.remove(seq, self._kv)
-        if self.proposer is not None:
-            self.proposer.forget(seq.request_id)
-        if self.controller is not None:
-            self.controller.forget(seq.request_id)
+        self.drafter.forget(seq.request_id)
         del self._seqs[seq.request_id]
 
 
@@ -295,6 +270,12 @@ def _feeds(plan: Seq[Planned], drafts: Seq[Draft]) -> list[Feed]:
         )
         for planned in plan
     ]
+
+
+def _hidden_of(batch: Batch, out: ForwardOut) -> list[tuple[Tensor, ...]]:
+    """Return the hidden states of each emitting sequence's rows."""
+    spans = [span for span, rows in zip(batch.spans, batch.logits_of, strict=True) if rows]
+    return [tuple(layer[span.start : span.stop] for layer in out.hidden) for span in spans]
 
 
 def _output(seq: Sequence, emission: Emission, logprobs: list[TokenLogprob] | None) -> StepOutput:

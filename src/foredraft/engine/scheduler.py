@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from foredraft.engine.kv import KVCache
+from foredraft.engine.kv import BLOCK, KVCache, extend_keys
 from foredraft.engine.sequence import Sequence
 
 
@@ -60,14 +60,36 @@ class Scheduler:
         return plan
 
     def _admit(self, kv: KVCache) -> None:
-        """Let sequences in while the cache can hold all they have so far, and one token more."""
-        promised = sum(_blocks_short(seq, kv) for seq in self.running)
+        """Let sequences in while the cache can hold all they have so far, and one token more.
+
+        Text that the cache knows already is not fed again; text that a running sequence is just being fed is
+        waited for, so that requests which begin alike are fed their beginning once.
+        """
+        pool = kv.pool
+        promised = sum(max(0, pool.needed(len(s.tokens) + 1) - len(s.table.blocks)) for s in self.running)
         while self.waiting and len(self.running) < self.max_seqs:
-            need = _blocks_short(self.waiting[0], kv)
-            if promised + need > kv.pool.free:
+            seq = self.waiting[0]
+            extend_keys(seq.keys, seq.tokens)
+            known = pool.find(seq.keys[: (len(seq.tokens) - 1) // BLOCK])  # one token at least is fed
+            if self._is_being_fed(seq, len(known)):
                 return
+            need = pool.needed(len(seq.tokens) + 1) - len(known)
+            if promised + need + pool.unused(known) > pool.free:
+                return
+            pool.share(seq.table, known)
+            seq.kv_len = len(known) * BLOCK
+            seq.remembered = len(known)
             promised += need
             self.running.append(self.waiting.popleft())
+
+    def _is_being_fed(self, seq: Sequence, known: int) -> bool:
+        """True if a running sequence is about to fill the next block that `seq` needs."""
+        lacking = seq.keys[known : known + 1]
+        return any(
+            lacking == running.keys[known : known + 1] and running.kv_len // BLOCK <= known
+            for running in self.running
+            if lacking and running.pending > 1
+        )
 
     def _make_room(self, seq: Sequence, length: int, kv: KVCache, plan: list[Planned]) -> bool:
         """Give `seq` slots, sending the youngest away while the cache is short; False if that was `seq`
@@ -84,10 +106,6 @@ class Scheduler:
     def preempt(self, seq: Sequence, kv: KVCache) -> None:
         """Take a running sequence's cache; it waits first in line and is fed again from its first token."""
         kv.pool.shrink(seq.table, 0)
-        seq.kv_len = 0
+        seq.kv_len = seq.remembered = 0
         self.running.remove(seq)
         self.waiting.appendleft(seq)
-
-
-def _blocks_short(seq: Sequence, kv: KVCache) -> int:
-    return max(0, kv.pool.needed(len(seq.tokens) + 1) - len(seq.table.blocks))

@@ -22,6 +22,8 @@ class Sequence:
     sink: TextSink | None
     arrived_s: float
     kv_len: int = 0
+    keys: list[bytes] = field(default_factory=list)  # of the full blocks of its text
+    remembered: int = 0  # how many of its blocks the pool knows by key
     table: BlockTable = field(default_factory=BlockTable)
     stats: SpecStats = field(default_factory=SpecStats)
 

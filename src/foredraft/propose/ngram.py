@@ -38,7 +38,7 @@ class NgramProposer:
 
     needs = Needs()
 
-    def __init__(self, *, min_size: int = 2, max_size: int = 4) -> None:
+    def __init__(self, *, min_size: int = 1, max_size: int = 4) -> None:
         if not 1 <= min_size <= max_size:
             raise ConfigError(
                 f"n-gram sizes {min_size} to {max_size} are no range: use 1 <= min_size <= max_size"
