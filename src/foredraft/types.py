@@ -79,7 +79,7 @@ class SamplingParams:
         _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0, up to 1 (off)")
         _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
         repetition = self.repetition_penalty
-        _require(repetition > 0, "repetition_penalty", repetition, "more than 0; 1 is off")
+        _require(0.01 <= repetition <= 100, "repetition_penalty", repetition, "0.01 to 100; 1 is off")
         for name in _PENALTIES[1:]:
             _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "-2 to 2; 0 is off")
         _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
@@ -215,7 +215,7 @@ class SpecStats:
         return self.emitted / self.total_s if self.total_s else 0.0
 
     def add(self, other: SpecStats) -> None:
-        """Add another record to this one, field by field; depths that only one has count as 0 in the other."""
+        """Add another record to this one, field by field."""
         for item in fields(self):
             if item.name != "accepted_at":
                 setattr(self, item.name, getattr(self, item.name) + getattr(other, item.name))

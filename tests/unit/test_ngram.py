@@ -27,8 +27,7 @@ def sequence(tokens: list[int]) -> Sequence:
 
 
 def definition(tokens: list[int], sizes: range, length: int) -> list[int]:
-    """For the longest size whose last gram occurred before: what followed its latest occurrence, going round.
-    """
+    """What followed the latest earlier occurrence of the longest last gram, going round."""
     for size in sizes:
         for start in range(len(tokens) - size - 1, -1, -1):
             if tokens[start : start + size] == tokens[-size:]:

@@ -180,6 +180,11 @@ class Engine:
             wrong = next((token for token in ids if not 0 <= token < vocab), None)
             if wrong is not None:
                 raise ConfigError(f"{name} has token {wrong}, but the model's vocabulary ends at {vocab - 1}")
+        ends = self.target.eos_ids | set(params.stop_token_ids)
+        if params.min_tokens and len(ends) >= vocab:
+            raise ConfigError(
+                f"stop_token_ids and min_tokens={params.min_tokens} together ban every token: leave one out"
+            )
         if params.stop and self._make_sink is None:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer, which this engine was not given")
         if request_id in self._seqs:

@@ -13,9 +13,9 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 
-from foredraft import __version__
 from foredraft.errors import CapacityError, CheckpointError, ConfigError
 from foredraft.zoo.progress import Report
 
@@ -83,7 +83,7 @@ def clean(work: Path) -> None:
 def publish(built: Path, home: Path, facts: dict[str, object]) -> None:
     """Record the facts in source.json and put the built directory in its place in one move."""
     files = {path.name: path.stat().st_size for path in sorted(built.iterdir())}
-    source = {**facts, "conversion": CONVERSION, "foredraft": __version__, "files": files}
+    source = {**facts, "conversion": CONVERSION, "foredraft": version("foredraft"), "files": files}
     (built / SOURCE).write_text(json.dumps(source, indent=2) + "\n", encoding="utf-8")
     shutil.rmtree(home, ignore_errors=True)
     os.replace(built, home)
