@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, overload
@@ -19,9 +19,9 @@ from foredraft import zoo
 from foredraft.engine import Engine, EngineConfig
 from foredraft.errors import CapacityError, ConfigError, ModelError
 from foredraft.models import HFCausal, load_target
-from foredraft.propose import make_drafting
+from foredraft.propose import load_draft, make_drafting
 from foredraft.text import Detokenizer, Message, TextStream, encode_chat
-from foredraft.types import Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
+from foredraft.types import MAX_SEED, Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
 
 Prompt = str | Sequence[int]
 Budget = int | Literal["auto"]
@@ -36,7 +36,8 @@ class LLM:
     decoding). `dtype`: "auto" (as stored, where that is fast), "float32", "bfloat16" or "float16". `budget`:
     the most nodes drafted per sequence and step, or "auto". `max_seqs` requests run at once, others wait.
     `max_len`: prompt and answer in tokens, at most (None: the model's context, or what the cache holds).
-    `kv_gb`: memory for the KV cache in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step.
+    `kv_gb`: memory for the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step. `tree`:
+    for a draft model, the nodes of each level of a tree drafted instead of a chain.
 
     Raises ModelError, CheckpointError or DownloadError if the model cannot be had or run, ConfigError or
     CapacityError for options. One thread may use it at a time; streams and calls may interleave.
@@ -54,15 +55,17 @@ class LLM:
         max_len: int | None = None,
         kv_gb: float | None = None,
         max_batch_tokens: int = 512,
+        tree: tuple[int, ...] | None = None,
     ) -> None:
         self.model_path = zoo.resolve(model)
         target = load_target(self.model_path, dtype=dtype, device=device)
         self.dtype = str(target.dtype).removeprefix("torch.")
         self.tokenizer = load_tokenizer(self.model_path)
-        self.max_len, kv_tokens = _sizes(target, max_seqs, max_len, kv_gb)
+        draft_model = load_draft(draft, target=target, tokenizer=self.tokenizer)
+        self.max_len, kv_tokens = _sizes(target, draft_model, max_seqs, max_len, kv_gb)
         detokenizer = Detokenizer(self.tokenizer)
         drafting = make_drafting(
-            draft, target=target, tokenizer=self.tokenizer, kv_tokens=kv_tokens, budget=budget
+            draft, draft_model, vocab_size=target.vocab_size, kv_tokens=kv_tokens, budget=budget, tree=tree
         )
         self.engine = Engine(
             target,
@@ -83,15 +86,22 @@ class LLM:
         prompts: str | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] = _DEFAULT,
         *,
+        n: int = 1,
         progress: bool = False,
     ) -> list[Completion]:
         """Answer each prompt: text as it is (no chat template, the tokenizer's own special tokens), or ids.
 
-        `params`: one for all, or one a prompt. Raises ConfigError or CapacityError before anything runs if a
-        prompt is empty or leaves no room for an answer. An interrupt cancels what runs and is raised again.
+        `params`: one for all, or one a prompt. `n` answers to each prompt stand next to each other and share
+        its prefill; answer i to a request with seed s is what seed s + i gives alone. Raises ConfigError or
+        CapacityError before anything runs if a prompt is empty or leaves no room for an answer. An interrupt
+        cancels what runs and is raised again.
         """
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._run([self._encode(prompt) for prompt in batch], _each(params, len(batch)), progress)
+        if n < 1:
+            raise ConfigError(f"n={n} is out of range: use 1 or more")
+        prompts_ids = [self._encode(prompt) for prompt in batch for _ in range(n)]
+        each = [_seeded(one, i) for one in _each(params, len(batch)) for i in range(n)]
+        return self._run(prompts_ids, each, progress)
 
     @overload
     def chat(self, messages: Sequence[Message], params: SamplingParams = ...) -> Completion: ...
@@ -213,10 +223,20 @@ def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list
     return list(params)
 
 
-def _sizes(target: HFCausal, max_seqs: int, max_len: int | None, kv_gb: float | None) -> tuple[int, int]:
-    """Return the longest text and the size of the KV cache, both in tokens."""
+def _seeded(params: SamplingParams, number: int) -> SamplingParams:
+    """Give answer `number` of several its own seed."""
+    if params.seed is None or number == 0:
+        return params
+    return replace(params, seed=(params.seed + number) % (MAX_SEED + 1))
+
+
+def _sizes(
+    target: HFCausal, draft: HFCausal | None, max_seqs: int, max_len: int | None, kv_gb: float | None
+) -> tuple[int, int]:
+    """Return the longest text and the size of the KV caches of target and draft, both in tokens."""
     memory = kv_gb * 1e9 if kv_gb is not None else _KV_SHARE * _free_bytes(target.device)
-    fit = int(memory / target.kv_bytes_per_token)
+    models = [target] if draft is None else [target, draft]
+    fit = int(memory / sum(model.kv_bytes_per_token for model in models))
     if fit < (max_len or 2):
         raise CapacityError(
             f"{memory / 1e9:.3g} GB hold a KV cache of {fit} tokens, but one text may take {max_len or 2}: "

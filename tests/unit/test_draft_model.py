@@ -15,7 +15,7 @@ from fakes import ContextTarget
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.models import load_target
-from foredraft.propose import DraftModelProposer, make_drafting
+from foredraft.propose import DraftModelProposer, load_draft, make_drafting
 from foredraft.sampling import Noise, to_laws
 from foredraft.types import SamplingParams, Verdict
 
@@ -127,7 +127,8 @@ def test_another_vocabulary_is_refused_a_wider_head_is_not(tmp_path: Path) -> No
 
     wide = tiny_models.build("llama", tmp_path / "wide", vocab_size=128)
     save_tokenizer(wide, words)
-    drafting = make_drafting(str(wide), target=target, tokenizer=tokenizer, kv_tokens=256)
+    model = load_draft(str(wide), target=target, tokenizer=tokenizer)
+    drafting = make_drafting(str(wide), model, vocab_size=97, kv_tokens=256)
     assert drafting.proposer is not None
     (draft,) = drafting.proposer.propose([sequence([3, 4, 5], SamplingParams())], [2])
     assert draft.laws is not None
@@ -136,13 +137,12 @@ def test_another_vocabulary_is_refused_a_wider_head_is_not(tmp_path: Path) -> No
     other = tiny_models.build("llama", tmp_path / "other")
     save_tokenizer(other, [*words[:50], "new", *words[51:]])
     with pytest.raises(ConfigError, match=r"another vocabulary \(90 tokens.*token 50, 'w50', differs"):
-        make_drafting(str(other), target=target, tokenizer=tokenizer, kv_tokens=256)
+        load_draft(str(other), target=target, tokenizer=tokenizer)
 
 
-def test_drafting_options_are_checked(tmp_path: Path) -> None:
-    target = load_target(tiny_models.build("llama", tmp_path), dtype="float32", device="cpu")
+def test_drafting_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="budget=300"):
-        make_drafting("ngram", target=target, tokenizer=None, kv_tokens=64, budget=300)
+        make_drafting("ngram", None, vocab_size=7, kv_tokens=64, budget=300)
     with pytest.raises(ConfigError, match="needs a draft model"):
-        make_drafting("ngram", target=target, tokenizer=None, kv_tokens=64, tree=(2, 2))
-    assert make_drafting("none", target=target, tokenizer=None, kv_tokens=64).proposer is None
+        make_drafting("ngram", None, vocab_size=7, kv_tokens=64, tree=(2, 2))
+    assert make_drafting("none", None, vocab_size=7, kv_tokens=64).proposer is None

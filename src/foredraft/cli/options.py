@@ -34,11 +34,14 @@ class Loading:
     budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
         "auto"
     )
+    tree: Annotated[
+        str, _option(MODEL, "Draft a tree with a draft model: nodes of each level, as 4,3,2.")
+    ] = ""
     dtype: Annotated[str, _option(MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
 
     def load(self) -> LLM:
         """Fetch the model if it is not there, and load it."""
-        budget = _budget(self.budget)
+        budget, tree = _budget(self.budget), _tree(self.tree)
         from rich.console import Console
         from transformers.utils import logging
 
@@ -49,7 +52,7 @@ class Loading:
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
         with Console(stderr=True).status(f"loading {self.model}"):
-            return LLM(path, draft, budget=budget, dtype=self.dtype)
+            return LLM(path, draft, budget=budget, dtype=self.dtype, tree=tree)
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,13 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(item: Any, hint: Any) -> inspect.Parameter:
     default = item.default if item.default is not MISSING else item.default_factory()
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def _tree(text: str) -> tuple[int, ...] | None:
+    try:
+        return tuple(int(size) for size in text.split(",")) if text else None
+    except ValueError as error:
+        raise ConfigError(f"--tree {text!r} is no tree: give the nodes of each level, as 4,3,2") from error
 
 
 def _budget(text: str) -> Any:

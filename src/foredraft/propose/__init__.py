@@ -1,7 +1,7 @@
 """Drafting methods: one file each, one signature."""
 
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.factory import Drafting, make_drafting
+from foredraft.propose.factory import Drafting, load_draft, make_drafting
 from foredraft.propose.ngram import NgramProposer
 
-__all__ = ["DraftModelProposer", "Drafting", "NgramProposer", "make_drafting"]
+__all__ = ["DraftModelProposer", "Drafting", "NgramProposer", "load_draft", "make_drafting"]

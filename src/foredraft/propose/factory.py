@@ -26,44 +26,47 @@ class Drafting:
     controller: Controller | None = None
 
 
-def make_drafting(
-    draft: str | Path | None,
-    *,
-    target: HFCausal,
-    tokenizer: Any,
-    kv_tokens: int,
-    budget: int | Literal["auto"] = "auto",
-    tree: tuple[int, ...] | None = None,
-) -> Drafting:
-    """Return the drafting of `draft`: None or "none", "ngram", or a model of the target's vocabulary.
+def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) -> HFCausal | None:
+    """Load the model that `draft` names; None if it names no model.
 
-    A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
-    only. Raises ConfigError, or what loading a model raises.
+    Raises ConfigError if its vocabulary is not the target's, or what loading a model raises.
     """
-    if budget != "auto" and not 0 <= budget <= 256:
-        raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
-    if tree is not None and draft in (None, "none", "ngram"):
-        raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
-    if draft is None or draft == "none":
-        return Drafting()
-    if draft == "ngram":
-        proposer: Proposer = NgramProposer()
-        longest = _LONGEST["ngram"]
-    else:
-        proposer = _draft_model(draft, target, tokenizer, kv_tokens, tree)
-        longest = sum(tree) if tree else _LONGEST["model"]
-    if budget == "auto" and tree is None:
-        return Drafting(proposer, AcceptanceBudget(longest=longest))
-    return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
-
-
-def _draft_model(
-    draft: str | Path, target: HFCausal, tokenizer: Any, kv_tokens: int, tree: tuple[int, ...] | None
-) -> DraftModelProposer:
+    if draft is None or draft in ("none", "ngram"):
+        return None
     from transformers import AutoTokenizer
 
     path = zoo.resolve(draft)
     check_same_vocabulary(AutoTokenizer.from_pretrained(path), tokenizer, str(draft))
     dtype = str(target.dtype).removeprefix("torch.")
-    model = load_target(path, dtype=dtype, device=str(target.device))
-    return DraftModelProposer(model, vocab_size=target.vocab_size, kv_tokens=kv_tokens, tree=tree)
+    return load_target(path, dtype=dtype, device=str(target.device))
+
+
+def make_drafting(
+    draft: str | Path | None,
+    model: HFCausal | None,
+    *,
+    vocab_size: int,
+    kv_tokens: int,
+    budget: int | Literal["auto"] = "auto",
+    tree: tuple[int, ...] | None = None,
+) -> Drafting:
+    """Return the drafting of `draft`: None or "none", "ngram", or the name of `model`, as load_draft returned
+    it.
+
+    A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
+    only. Raises ConfigError on options.
+    """
+    if budget != "auto" and not 0 <= budget <= 256:
+        raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
+    if tree is not None and model is None:
+        raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
+    if model is not None:
+        proposer: Proposer = DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
+        longest = sum(tree) if tree else _LONGEST["model"]
+    elif draft == "ngram":
+        proposer, longest = NgramProposer(), _LONGEST["ngram"]
+    else:
+        return Drafting()
+    if budget == "auto" and tree is None:
+        return Drafting(proposer, AcceptanceBudget(longest=longest))
+    return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
