@@ -69,6 +69,9 @@ def _load(gguf: GgufFile) -> tuple[Any, Any]:
     if None not in ends and ends[0] != ends[1]:
         model.generation_config.eos_token_id = ends
     tokenizer = AutoTokenizer.from_pretrained(**place)
+    for name in ("bos", "eos"):  # transformers before 5.23 takes one for the other
+        if (token := gguf.meta.get(f"tokenizer.ggml.{name}_token_id")) is not None:
+            setattr(tokenizer, f"{name}_token", tokenizer.convert_ids_to_tokens(token))
     if gguf.meta.get("tokenizer.ggml.pre") == "smollm":
         _split_digits(tokenizer)
     return model, tokenizer
