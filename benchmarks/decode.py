@@ -95,11 +95,11 @@ def parse() -> argparse.Namespace:
 def load(paths: Sequence[Path] | None, limit: int) -> list[dict[str, Any]]:
     """Read the first `limit` rows of each file, or the demo's prompts."""
     if not paths:
-        from foredraft.demo import load_prompts
+        from foredraft.demo import demo_prompts
 
         return [
             {"id": f"demo-{i}", "category": p.category, "messages": [{"role": "user", "content": p.text}]}
-            for i, p in enumerate(load_prompts())
+            for i, p in enumerate(demo_prompts())
         ]
     return [
         json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()[:limit]
