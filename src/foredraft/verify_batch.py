@@ -36,7 +36,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Forest:
-    """B trees padded to N nodes. Padding has parent -2 and token -1, which match nothing.
+    """B trees padded to N nodes. Padding has parent -2, which is nobody's child, and token 0.
 
     tokens, parents: int64 [B, N]. rows: [B, N + 1, vocab]. keys: int64 [B, N + 1], the noise of the token
     after a path of that length. uniforms: float64 [B, N], what decides the acceptance of each node.
@@ -93,7 +93,7 @@ def make_forest(jobs: Sequence[Job], *, with_laws: bool) -> Forest:
     keys = [[job.noise.key(job.pos + depth) for depth in range(nodes + 1)] for job in jobs]
     uniforms = [_uniforms(job, nodes) if with_laws else [0.0] * nodes for job in jobs]
     return Forest(
-        tokens=pad_sequence([draft.tokens.to(device) for draft in drafts], True, -1),
+        tokens=pad_sequence([draft.tokens.to(device) for draft in drafts], True),
         parents=torch.tensor(parents, dtype=torch.int64, device=device),
         rows=_stack([job.rows for job in jobs], nodes + 1),
         keys=torch.tensor(keys, device=device),
@@ -166,7 +166,7 @@ def batch_exact(forest: Forest) -> Verdicts:
     target = forest.rows[:, 0].double()  # [B, vocab], what the next token has after the rejections so far
     guess = None if forest.laws is None else forest.laws[:, 0].double()
     for node in range(nodes):
-        token = forest.tokens[:, node, None].clamp(min=0)
+        token = forest.tokens[:, node, None]
         asked = forest.parents[:, node, None] == at
         one_hot = torch.zeros_like(target).scatter_(1, token, 1.0)
         drawn_from = one_hot if guess is None else torch.where(forest.fixed, one_hot, guess)

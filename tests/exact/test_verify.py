@@ -15,7 +15,14 @@ from foredraft.sampling import Noise, draw
 from foredraft.tree import children
 from foredraft.types import NO_DRAFT, Draft, Draw, Verdict, chain
 from foredraft.verify import verify_exact, verify_greedy, verify_matched, verify_typical
-from foredraft.verify_batch import Job, verify_batch
+from foredraft.verify_batch import (
+    Job,
+    batch_exact,
+    batch_greedy,
+    batch_matched,
+    make_forest,
+    verify_batch,
+)
 
 POS = 5
 DRAWS: list[Draw] = ["fixed", "iid", "distinct"]
@@ -127,6 +134,58 @@ def test_an_empty_batch_and_empty_drafts() -> None:
     assert verify_batch("exact", []) == []
     for rule in ("greedy", "exact", "matched"):
         assert verify_batch(rule, [job, job]) == [Verdict((), 1, recovered=False)] * 2
+
+
+def test_a_forest_is_padded_with_what_matches_nothing() -> None:
+    """And paths end with -1, as the batch says before anyone reads it on the host."""
+    rows = one_hot(1, 2, 3)
+    jobs = [
+        Job(chain([1, 2]), rows, Noise(1), POS),
+        Job(chain([1], rows[:2], "iid"), rows[:2], Noise(2), POS),
+    ]
+    forest = make_forest(jobs, with_laws=True)
+    assert forest.tokens.tolist() == [[1, 2], [1, 0]]
+    assert forest.parents.tolist() == [[-1, 0], [-1, -2]]
+    assert forest.rows.tolist() == torch.stack([rows, torch.cat([rows[:2], torch.zeros(1, 4)])]).tolist()
+    assert forest.keys.tolist() == [[job.noise.key(POS + depth) for depth in range(3)] for job in jobs]
+    assert forest.uniforms.tolist() == [
+        [Noise(1).uniform(POS), Noise(1).uniform(POS + 1)],
+        [Noise(2).uniform(POS), 0],
+    ]
+    assert forest.laws is not None
+    assert forest.laws.tolist() == torch.stack([torch.zeros(3, 4), forest.rows[1]]).tolist()
+    assert (forest.fixed.tolist(), forest.distinct.tolist()) == ([[True], [False]], [[False], [False]])
+    assert make_forest(jobs, with_laws=False).laws is None
+    for rule in (batch_greedy, batch_exact, batch_matched):
+        assert rule(forest).path.tolist() == [[0, 1], [0, -1]]
+        assert rule(
+            make_forest([jobs[1], Job(chain([0, 0]), rows, Noise(3), POS)], with_laws=True)
+        ).path.tolist() == [[0, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize("draw_as", DRAWS)
+def test_a_batch_stays_on_the_device_of_its_rows(draw_as: Draw) -> None:
+    """On a device that holds no numbers, so that a tensor made elsewhere is an error."""
+    jobs = [on("meta", random_job(seed, draw_as, 70)) for seed in range(4)]
+    forest = make_forest(jobs, with_laws=True)
+    parts = [getattr(forest, name) for name in forest.__slots__]
+    assert {part.device.type for part in parts if part is not None} == {"meta"}
+    for rule in (batch_greedy, batch_exact, batch_matched):
+        assert rule(forest).path.shape == forest.tokens.shape
+
+
+@pytest.mark.parametrize("draw_as", ["fixed", "iid"])
+def test_acceptance_is_decided_in_double_precision(draw_as: Draw) -> None:
+    """A uniform just under the limit rounds up to it in float32."""
+
+    class Under(Noise):
+        def uniform(self, pos: int, sibling: int = 0) -> float:
+            return 0.5 - 2.0**-53
+
+    rows = torch.tensor([[0.5, 0.5], [0.0, 1.0]])
+    draft = chain([0], None if draw_as == "fixed" else one_hot(0, 0, vocab=2), draw_as)
+    assert verify_exact(draft, rows, Under(1), POS) == Verdict((0,), 1, False)
+    assert verify_batch("exact", [Job(draft, rows, Under(1), POS)]) == [Verdict((0,), 1, False)]
 
 
 def one_hot(*tokens: int, vocab: int = 4) -> Tensor:
