@@ -40,7 +40,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
     rows = load(args.prompts, args.limit)
     llms = {
-        name: LLM(args.model, draft=draft_of(name), dtype=args.dtype)
+        name: LLM(args.model, draft=draft_of(name), dtype=args.dtype, prefix_cache=False)
         for name in args.arms
         if name != "transformers"
     }

@@ -37,7 +37,8 @@ class LLM:
     the most nodes drafted per sequence and step, or "auto". `max_seqs` requests run at once, others wait.
     `max_len`: prompt and answer in tokens, at most (None: the model's context, or what the cache holds).
     `kv_gb`: memory for the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step. `tree`:
-    for a draft model, the nodes of each level of a tree drafted instead of a chain.
+    for a draft model, the nodes of each level of a tree drafted instead of a chain. `prefix_cache`: a request
+    that begins like an earlier one reuses its cache; turn it off to time requests one by one.
 
     Raises ModelError, CheckpointError or DownloadError if the model cannot be had or run, ConfigError or
     CapacityError for options. One thread may use it at a time; streams and calls may interleave.
@@ -56,6 +57,7 @@ class LLM:
         kv_gb: float | None = None,
         max_batch_tokens: int = 512,
         tree: tuple[int, ...] | None = None,
+        prefix_cache: bool = True,
     ) -> None:
         self.model_path = zoo.resolve(model)
         target = load_target(self.model_path, dtype=dtype, device=device)
@@ -75,6 +77,7 @@ class LLM:
                 max_len=self.max_len,
                 max_batch_tokens=max_batch_tokens,
                 kv_tokens=kv_tokens,
+                prefix_cache=prefix_cache,
             ),
             controller=drafting.controller,
             make_sink=lambda params: TextStream(detokenizer, params.stop, params.min_tokens),

@@ -38,7 +38,7 @@ def demo(
     from foredraft.types import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
-    llm = loading.load()
+    llm = loading.load(prefix_cache=False)  # every answer pays for its own prompt
     pairs = _run(llm, params)
     if as_json:
         _print_record(loading, llm, max_tokens, pairs)

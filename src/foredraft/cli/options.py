@@ -39,7 +39,7 @@ class Loading:
     ] = ""
     dtype: Annotated[str, _option(MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
 
-    def load(self) -> LLM:
+    def load(self, *, prefix_cache: bool = True) -> LLM:
         """Fetch the model if it is not there, and load it."""
         budget, tree = _budget(self.budget), _tree(self.tree)
         from rich.console import Console
@@ -52,7 +52,7 @@ class Loading:
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
         with Console(stderr=True).status(f"loading {self.model}"):
-            return LLM(path, draft, budget=budget, dtype=self.dtype, tree=tree)
+            return LLM(path, draft, budget=budget, dtype=self.dtype, tree=tree, prefix_cache=prefix_cache)
 
 
 @dataclass(frozen=True)

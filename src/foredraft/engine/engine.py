@@ -39,13 +39,15 @@ SinkMaker = Callable[[SamplingParams], TextSink]
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """max_seqs run at once; texts end at max_len tokens; a step feeds at most max_batch_tokens pending
-    tokens; the cache holds kv_tokens positions in all.
+    tokens; the cache holds kv_tokens positions in all, and with prefix_cache a request that begins like an
+    earlier one finds that part done.
     """
 
     max_seqs: int = 16
     max_len: int = 2048
     max_batch_tokens: int = 512
     kv_tokens: int = 16 * 2048
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         for name, least in (("max_seqs", 1), ("max_len", 2), ("max_batch_tokens", 1), ("kv_tokens", 2)):
@@ -79,7 +81,11 @@ class Engine:
         self.drafter = Drafter(proposer, controller)
         self.stats = SpecStats()
         self._kv = target.make_kv(config.kv_tokens)
-        self._scheduler = Scheduler(max_seqs=config.max_seqs, max_batch_tokens=config.max_batch_tokens)
+        self._scheduler = Scheduler(
+            max_seqs=config.max_seqs,
+            max_batch_tokens=config.max_batch_tokens,
+            prefix_cache=config.prefix_cache,
+        )
         self._seqs: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
         self._make_sink, self._clock = make_sink, clock
@@ -223,9 +229,9 @@ class Engine:
 
     def _remember(self, seq: Sequence) -> None:
         """Let later requests find the blocks that this one has filled."""
-        extend_keys(seq.keys, seq.tokens)
         full = seq.kv_len // BLOCK
-        if full > seq.remembered:
+        if self.config.prefix_cache and full > seq.remembered:
+            extend_keys(seq.keys, seq.tokens)
             self._kv.pool.remember(seq.table, seq.keys[:full], seq.remembered)
             seq.remembered = full
 

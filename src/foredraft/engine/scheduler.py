@@ -28,8 +28,8 @@ class Planned:
 class Scheduler:
     """Owns which sequences wait and which run; at most max_seqs run, and feed max_batch_tokens a step."""
 
-    def __init__(self, *, max_seqs: int, max_batch_tokens: int) -> None:
-        self.max_seqs, self.max_batch_tokens = max_seqs, max_batch_tokens
+    def __init__(self, *, max_seqs: int, max_batch_tokens: int, prefix_cache: bool) -> None:
+        self.max_seqs, self.max_batch_tokens, self.prefix_cache = max_seqs, max_batch_tokens, prefix_cache
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
 
@@ -69,7 +69,8 @@ class Scheduler:
         promised = sum(max(0, pool.needed(len(s.tokens) + 1) - len(s.table.blocks)) for s in self.running)
         while self.waiting and len(self.running) < self.max_seqs:
             seq = self.waiting[0]
-            extend_keys(seq.keys, seq.tokens)
+            if self.prefix_cache:
+                extend_keys(seq.keys, seq.tokens)
             known = pool.find(seq.keys[: (len(seq.tokens) - 1) // BLOCK])  # one token at least is fed
             if self._is_being_fed(seq, len(known)):
                 return
