@@ -23,7 +23,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    return LLM(build_chat_model(tmp_path_factory.mktemp("tiny")), draft="ngram")
+    return LLM(build_chat_model(tmp_path_factory.mktemp("tiny")), draft="ngram", prefix_cache=False)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +125,7 @@ def test_the_mean_is_geometric_and_its_interval_repeats() -> None:
 
 @pytest.fixture
 def short_demo(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Loading, "load", lambda self: llm)
+    monkeypatch.setattr(Loading, "load", lambda self, **options: llm)
     monkeypatch.setattr(demo, "demo_prompts", lambda: PROMPTS)
 
 
