@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from foredraft import sampling
-from foredraft.errors import ConfigError
-from foredraft.sampling import penalize, to_laws
+from foredraft.sampling import to_laws
 from foredraft.types import SamplingParams
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
@@ -61,7 +60,7 @@ def assert_same_laws(logits: Tensor, params: SamplingParams) -> None:
 
 GRID = [
     dict(zip(("temperature", "top_k", "top_p", "min_p"), values, strict=True))
-    for values in product((1.0, 0.6, 1.7), (0, 1, 50), (1.0, 0.9, 0.3), (0.0, 0.05))
+    for values in product((1.0, 0.6, 2.0), (0, 1, 50), (1.0, 0.9, 0.3), (0.0, 0.05))
 ]
 
 
@@ -184,90 +183,29 @@ def test_argmax_is_torch_argmax(vocab: int, dtype: torch.dtype) -> None:
     assert torch.equal(sampling.argmax(logits[0]), first[0])
 
 
-# Penalties, min_tokens, bias
+# What runs on a device only
 
 
-def test_no_penalty_returns_the_very_same_tensor() -> None:
-    logits = random_logits(2, 10)
-    assert penalize(logits, SamplingParams(), [1], [[2], [3]], [0]) is logits
-    assert penalize(logits, SamplingParams(min_tokens=1), [1], [[2], [3]], [0]) is logits
-    assert sampling.add_bias(logits, SamplingParams()) is logits
-    assert not sampling.needs_history(SamplingParams(top_k=3, logit_bias={1: 2.0}))
-    for options in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"min_tokens": 3}):
-        assert sampling.needs_history(SamplingParams(**options))
-    assert sampling.needs_history(SamplingParams(frequency_penalty=-0.1))
+class Elsewhere(torch.Tensor):
+    """Numbers that are on the CPU and say that they are not."""
+
+    device = torch.device("meta")
 
 
-def test_repetition_penalty_is_that_of_hugging_face() -> None:
-    logits, prompt = random_logits(3, 50), [3, 3, 7, 49]
-    outputs = [[1, 1, 7], [1, 1, 7, 20], []]
-    found = penalize(logits, SamplingParams(repetition_penalty=1.3), prompt, outputs, [0])
-    for row, output in enumerate(outputs):
-        ids = torch.tensor([prompt + output])
-        expected = hf.RepetitionPenaltyLogitsProcessor(1.3)(ids, logits[row : row + 1])
-        torch.testing.assert_close(found[row : row + 1], expected)
+def test_the_device_finds_and_sorts_as_the_cpu_does() -> None:
+    logits, bound = random_logits(4, 90).round(), torch.tensor([[2.0], [-torch.inf], [0.0], [5.0]])
+    bound[3] = logits[3].max()
+    for rows in (slice(None), slice(3, 4)):
+        here, there = logits[rows], logits[rows].as_subclass(Elsewhere)
+        for ours, theirs in zip(
+            sampling._candidates(here, bound[rows]), sampling._candidates(there, bound[rows]), strict=True
+        ):
+            assert ours.tolist() == theirs.tolist()
+        assert sampling._sorted(here).tolist() == sampling._sorted(there).tolist()
 
 
-@examples
-@given(
-    outputs=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4),
-    presence=st.floats(-2, 2),
-    frequency=st.floats(-2, 2),
-    repetition=st.sampled_from([1.0, 0.7, 1.5]),
-)
-def test_penalties_follow_each_rows_own_history(
-    outputs: list[list[int]], presence: float, frequency: float, repetition: float
-) -> None:
-    """Against a loop over single numbers."""
-    params = SamplingParams(
-        presence_penalty=presence, frequency_penalty=frequency, repetition_penalty=repetition
-    )
-    logits, prompt = random_logits(len(outputs), 10), [2, 2, 5]
-    before = logits.clone()
-    found = penalize(logits, params, prompt, outputs, [0])
-    assert torch.equal(logits, before)
-    for row, output in enumerate(outputs):
-        for token in range(10):
-            score = float(logits[row, token])
-            if token in prompt + output:
-                score = score * repetition if score < 0 else score / repetition
-            if token in output:
-                score -= frequency * output.count(token) + presence
-            assert float(found[row, token]) == pytest.approx(score, abs=1e-5)
-
-
-def test_min_tokens_bans_what_would_end_the_answer_row_by_row() -> None:
-    logits, outputs = random_logits(3, 10), [[4], [4, 4], [4, 4, 4]]
-    params = SamplingParams(min_tokens=3, stop_token_ids=(6, 11), logit_bias={2: 100.0})
-    found = sampling.add_bias(penalize(logits, params, [1], outputs, [2]), params)
-    for row, banned in enumerate([True, True, False]):
-        for token in (2, 6):
-            assert (float(found[row, token]) == -torch.inf) == banned
-    assert torch.isfinite(found).sum() == 30 - 4
-    laws = to_laws(penalize(logits, params, [1], outputs, [2]), params)
-    assert laws[:2, [2, 6]].sum() == 0
-
-
-def test_an_eos_that_ends_nothing_is_not_banned() -> None:
-    params = SamplingParams(min_tokens=3, ignore_eos=True, stop_token_ids=(6,))
-    found = penalize(random_logits(1, 10), params, [1], [[]], [2])
-    assert torch.isinf(found[0]).nonzero().flatten().tolist() == [6]
-
-
-def test_prompt_ids_beyond_the_head_are_ignored() -> None:
-    logits, params = random_logits(1, 10), SamplingParams(repetition_penalty=2.0)
-    assert torch.equal(penalize(logits, params, [3, 12], [[]], []), penalize(logits, params, [3], [[]], []))
-
-
-def test_processors_run_in_order_and_in_float32() -> None:
-    """Penalty before bias before temperature before the cuts."""
-    logits = torch.tensor([[2.0, 1.0, 0.5, -1.0]]).bfloat16()
-    params = SamplingParams(repetition_penalty=2.0, logit_bias={1: 0.5}, temperature=0.5, top_k=2)
-    laws = to_laws(penalize(logits, params, [0], [[]], []), params)
-    torch.testing.assert_close(laws, torch.softmax(torch.tensor([[2.0, 3.0, -torch.inf, -torch.inf]]), -1))
-    assert laws.dtype == torch.float32
-
-
-def test_a_bias_on_a_token_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ConfigError, match="logit_bias names token 12, but the model has tokens 0 to 9 only"):
-        sampling.add_bias(random_logits(1, 10), SamplingParams(logit_bias={12: 1.0}))
+def test_bias_and_draws_stay_on_the_device_of_the_logits() -> None:
+    """On a device that holds no numbers, so that a tensor made elsewhere is an error."""
+    logits = sampling.add_bias(random_logits(2, 150).to("meta"), SamplingParams(logit_bias={1: 2.0}))
+    keys = torch.zeros(2, dtype=torch.int64, device="meta")
+    assert sampling.draw_rows(logits, keys).device.type == "meta"
