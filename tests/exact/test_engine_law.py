@@ -19,7 +19,7 @@ from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.protocols import Proposer
 from foredraft.propose import DraftModelProposer, NgramProposer
-from foredraft.sampling import to_laws
+from foredraft.sampling import penalize, to_laws
 from foredraft.types import SamplingParams
 
 VOCAB, LENGTH, RUNS = 4, 3, 2000
@@ -49,7 +49,9 @@ def expected(params: SamplingParams) -> dict[tuple[int, ...], float]:
     for answer in product(range(VOCAB), repeat=LENGTH):
         chance, text = 1.0, list(PROMPT)
         for token in answer:
-            chance *= float(to_laws(model.logits(text).double(), params)[token])
+            history = [text[len(PROMPT) :]]
+            logits = penalize(model.logits(text)[None], params, PROMPT, history, model.eos_ids)
+            chance *= float(to_laws(logits, params)[0, token])
             text.append(token)
         found[answer] = chance
     return found
@@ -96,6 +98,21 @@ def p_value(counts: Counter[tuple[int, ...]], law: dict[tuple[int, ...], float])
 def test_answers_follow_the_targets_law(name: str, params: SamplingParams) -> None:
     counts = counted(proposers()[name], params, 1_000_000, target())
     assert p_value(counts, expected(params)) > 1e-6
+
+
+@pytest.mark.parametrize("name", ["draft model", "random trees"])
+def test_processors_that_read_the_history_keep_the_law(name: str) -> None:
+    params = SamplingParams(
+        max_tokens=LENGTH,
+        repetition_penalty=1.5,
+        presence_penalty=0.6,
+        frequency_penalty=-1.2,
+        logit_bias={2: 0.7},
+        min_p=0.05,
+    )
+    counts = counted(proposers()[name], params, 2_000_000, target())
+    assert p_value(counts, expected(params)) > 1e-6
+    assert p_value(counts, expected(SamplingParams(max_tokens=LENGTH, logit_bias={2: 0.7}))) < 1e-6
 
 
 class WrongBonus(ContextTarget):
