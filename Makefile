@@ -2,6 +2,8 @@
 VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
+# Threads that sleep while they wait share a busy machine far better than threads that spin.
+export OMP_WAIT_POLICY ?= PASSIVE
 
 .PHONY: demo test lint bench clean
 
