@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -165,6 +166,18 @@ def test_models_that_cannot_be_loaded_are_one_line(
     shown = capsys.readouterr()
     assert message in shown.err.splitlines()[-1]
     assert "Traceback" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "10000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_waiting_threads_sleep_soon_unless_the_user_says_otherwise(
+    given: dict[str, str], spins: str | None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("os.environ", dict(given))
+    assert run("--version") == 0
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 def test_ctrl_c_in_a_batch_exits_with_130(loaded: LLM, monkeypatch: Any, capsys: Any) -> None:
