@@ -7,7 +7,6 @@ error the user can mend, 130 interrupted.
 from __future__ import annotations
 
 import os
-import os
 import sys
 from collections.abc import Sequence
 from typing import Annotated, NoReturn
@@ -54,9 +53,6 @@ def _root(
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line (sys.argv by default) and exit."""
     _share_cores()
-    # Threads that spin while they wait make a pass ten times slower on a machine with other work to do. OpenMP
-    # reads this when torch is imported, which no command has done yet.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         code = app(args=args, prog_name="foredraft", standalone_mode=False) or 0
         if code == INTERRUPTED:
