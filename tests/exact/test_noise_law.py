@@ -158,10 +158,11 @@ def test_matching_leaves_the_law(noise: str) -> None:
 @pytest.mark.parametrize("draw", ["iid", "distinct"])
 def test_the_drafts_here_are_those_of_draw_siblings(draw: str) -> None:
     run = Run(Method((-1, -1), draw), seed=3)
+    run.pos = list(range(TRIALS))
     tokens = run.forest().tokens[:50].tolist()
     for trial, pair in enumerate(tokens):
         noise = run.noises[trial].fork("draft")
-        assert draw_siblings(run.draft[0], noise, 0, 2, draw) == pair
+        assert draw_siblings(run.draft[0], noise, trial, 2, draw) == pair
 
 
 def test_control_drafting_noise_used_for_recovery() -> None:
