@@ -21,7 +21,6 @@ from foredraft.cli.pull import pull
 from foredraft.errors import ForedraftError
 
 INTERRUPTED = 130
-SPINS = "10000"
 
 app = typer.Typer(
     add_completion=False,
@@ -52,7 +51,10 @@ def _root(
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the command line (sys.argv by default) and exit."""
-    _share_cores()
+    # How long OpenMP's threads wait awake; read when torch is imported. The default is so long that a busy
+    # machine makes a pass ten times slower. With OMP_WAIT_POLICY=PASSIVE, which this overrides, they sleep at
+    # once, and a pass on free cores takes 40 % longer.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     try:
         code = app(args=args, prog_name="foredraft", standalone_mode=False) or 0
         if code == INTERRUPTED:
@@ -65,15 +67,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     except ForedraftError as error:
         code = _refused(str(error))
     sys.exit(code)
-
-
-def _share_cores() -> None:
-    """Let threads that wait for each other sleep soon. OpenMP reads this when torch is first loaded.
-
-    Its default makes a pass ten times slower when another process has a core; on free cores both are as fast.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
 
 
 def _refused(message: str) -> int:
