@@ -17,7 +17,6 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +115,11 @@ def our_arm(llm: LLM, args: argparse.Namespace) -> Arm:
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=args.seed)
 
     def run(prompt: list[int]) -> tuple[list[int], dict[str, Any]]:
-        (answer,) = llm.generate([prompt], replace(params))
-        stats = answer.stats
-        return answer.token_ids, {
+        pieces = list(llm.stream(prompt, params))
+        stats = pieces[-1].stats
+        assert stats is not None
+        return [token for piece in pieces for token in piece.token_ids], {
+            "first_tokens": len(pieces[0].token_ids),
             "steps": stats.steps,
             "drafted": stats.drafted,
             "levels": stats.levels,
@@ -165,6 +166,14 @@ def header(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def decode_speed(records: Sequence[dict[str, Any]]) -> float | None:
+    """Return tokens/s after the step that read the prompt; None for an arm that does not tell."""
+    if any("prompt_s" not in r for r in records):
+        return None
+    decode_s = sum(r["draft_s"] + r["target_s"] + r["other_s"] for r in records)
+    return sum(r["emitted"] - r["first_tokens"] for r in records) / decode_s
+
+
 def ratio(records: Sequence[dict[str, Any]], arm: str, base: str) -> tuple[float, float, float]:
     """Return tokens/s of `arm` over that of `base`, and its 95 % bootstrap interval over prompts."""
     sides = []
@@ -183,12 +192,13 @@ def ratio(records: Sequence[dict[str, Any]], arm: str, base: str) -> tuple[float
 def report(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> None:
     """Print one table: a row for each category and arm."""
     base = "plain" if "plain" in arms else arms[0]
-    table = Table(title=f"tokens/s, and ratio to {base} with 95 % interval")
+    table = Table(title=f"tokens/s in all and after the prompt; ratio in all to {base}, 95 % interval")
     for column in (
         "category",
         "arm",
         "prompts",
         "tokens/s",
+        "decode",
         "ratio",
         "interval",
         "accept_rate",
@@ -210,6 +220,7 @@ def report(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> None:
                 arm,
                 str(len(mine)),
                 f"{speed:.1f}",
+                "-" if (decode := decode_speed(mine)) is None else f"{decode:.1f}",
                 f"{point:.2f}",
                 f"{low:.2f} to {high:.2f}",
                 f"{sum(r['accepted'] for r in mine) / levels:.2f}" if levels else "-",
