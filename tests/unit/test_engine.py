@@ -5,6 +5,7 @@ text.
 from __future__ import annotations
 
 from itertools import count
+from typing import Any
 
 import pytest
 import torch
@@ -254,3 +255,66 @@ def test_bad_requests_are_refused_at_once() -> None:
         EngineConfig(max_seqs=2, max_batch_tokens=1)
     with pytest.raises(ConfigError, match="exceeds the model's context"):
         Engine(ContextTarget(max_len=10), config=CONFIG)
+
+
+class CountingTarget(ContextTarget):
+    """Counts the rows that every pass feeds."""
+
+    rows = 0
+
+    def forward(self, batch: Any, kv: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
+        self.rows += len(batch.token_ids)
+        return super().forward(batch, kv, hidden_layers)
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_equal_beginnings_are_fed_once(prefix_cache: bool) -> None:
+    target = CountingTarget()
+    prompt = prompt_of(3 * BLOCK + 5, 1)
+    options = {**{name: getattr(CONFIG, name) for name in CONFIG.__slots__}, "prefix_cache": prefix_cache}
+    engine = Engine(target, config=EngineConfig(**options))
+    params = SamplingParams(temperature=0, max_tokens=4)
+    ids = [engine.add(prompt, params) for _ in range(3)]
+    found = run(engine)
+    again = engine.add([*prompt, 1, 2], params)  # a later turn of the same conversation
+    found |= run(engine)
+    for request_id in ids:
+        assert tokens(found[request_id]) == plain_greedy(target, prompt, 4)
+    assert tokens(found[again]) == plain_greedy(target, [*prompt, 1, 2], 4)
+    once, decoded = len(prompt), 4 * 3
+    shared = once + 2 * 5 + 7 if prefix_cache else 4 * once + 2
+    assert target.rows == shared + decoded
+
+
+class FailingProposer(RandomProposer):
+    """Raises for one request, when asked to draft or when told what became of a draft."""
+
+    def __init__(self, target: ContextTarget, method: str) -> None:
+        super().__init__(target)
+        self.method = method
+
+    def _fail(self, method: str, seqs: Any) -> None:
+        if method == self.method and any(seq.request_id == "bad" and len(seq.output) > 5 for seq in seqs):
+            raise RuntimeError("planted")
+
+    def propose(self, seqs: Any, budgets: Any) -> Any:
+        self._fail("propose", seqs)
+        return super().propose(seqs, budgets)
+
+    def observe(self, seqs: Any, verdicts: Any, hidden: Any) -> None:
+        self._fail("observe", seqs)
+        super().observe(seqs, verdicts, hidden)
+
+
+@pytest.mark.parametrize("method", ["propose", "observe"])
+def test_a_failing_proposer_is_switched_off(method: str, caplog: pytest.LogCaptureFixture) -> None:
+    target = ContextTarget()
+    engine = drafting(target, FailingProposer(target, method))
+    prompts = {"good": prompt_of(6, 1), "bad": prompt_of(7, 2)}
+    for request_id, prompt in prompts.items():
+        engine.add(prompt, GREEDY, request_id)
+    found = run(engine)
+    for request_id, prompt in prompts.items():
+        assert tokens(found[request_id]) == plain_greedy(target, prompt, 40)
+    assert "bad goes on without drafts: the proposer failed: RuntimeError('planted')" in caplog.text
+    assert not engine.drafter.proposer.known  # type: ignore[union-attr]
