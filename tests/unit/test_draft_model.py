@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from tokenizers import Tokenizer, models
 
 import tiny_models
 from fakes import ContextTarget
+from foredraft.control import FixedBudget
+from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.models import load_target
@@ -65,6 +68,28 @@ def test_long_prompts_are_fed_in_chunks() -> None:
         for token in draft.tokens.tolist():
             assert token == int(model.logits(text).argmax())
             text.append(token)
+
+
+@pytest.mark.parametrize("failing_pass", [1, 2, 3])
+def test_a_failed_pass_leaves_no_wrong_cache_behind(failing_pass: int) -> None:
+    """The engine asks again, one by one; a draft that is always right then still is."""
+    target, model = ContextTarget(), ContextTarget()
+    forward, passes = model.forward, count(1)
+
+    def failing(*args: Any) -> Any:
+        if next(passes) == failing_pass:
+            raise RuntimeError("out of memory")
+        return forward(*args)
+
+    model.forward = failing  # type: ignore[method-assign]
+    config = EngineConfig(max_seqs=2, max_len=128, max_batch_tokens=64, kv_tokens=256)
+    engine = Engine(target, proposer(model), config=config, controller=FixedBudget(3))
+    for prompt in ([1, 2, 3], [4, 5]):
+        engine.add(prompt, SamplingParams(temperature=0, max_tokens=20))
+    while engine.has_work:
+        engine.step()
+    assert engine.stats.drafted == 30
+    assert engine.stats.accept_rate == 1
 
 
 def test_drawn_chains_carry_the_laws_they_were_drawn_from() -> None:

@@ -55,6 +55,7 @@ class Drafter:
                 return {seqs[0]: NO_DRAFT}
             drafts: dict[Sequence, Draft] = {}
             for seq, budget in zip(seqs, budgets, strict=True):
+                self.proposer.forget(seq.request_id)  # how far it came is unknown
                 drafts |= self._propose([seq], [budget])
             return drafts
 
