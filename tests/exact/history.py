@@ -1,0 +1,196 @@
+"""Who plays in tests/exact/test_engine_machine.py, and what must hold of every answer and of the cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fakes import ContextTarget, RandomProposer
+from foredraft.engine import Engine, EngineConfig
+from foredraft.engine.kv import BlockPool, BlockTable, KVCache
+from foredraft.engine.protocols import Proposer
+from foredraft.engine.sequence import Sequence
+from foredraft.propose import DraftModelProposer, NgramProposer
+from foredraft.sampling import penalize, to_laws
+from foredraft.text import TextStream
+from foredraft.types import Draft, SamplingParams, StepOutput, Verdict
+
+VOCAB, EOS = 5, 4
+TARGET = ContextTarget(VOCAB, eos_ids=[EOS])  # one for all, as it remembers its logits
+SEEN: Counter[str] = Counter()  # what the histories of this run have met
+
+
+class NearTarget(ContextTarget):
+    """A draft model with the target's law after two texts of three, and another law after the rest."""
+
+    def logits(self, text: Seq[int]) -> Tensor:
+        return TARGET.logits(text) if sum(text) % 3 else super().logits(text)
+
+
+class Watched:
+    """A proposer whose own errors are kept, since the engine survives them. `failing` plants some: before it
+    has drafted, after it has, and after it has learnt.
+    """
+
+    def __init__(self, inner: Proposer, failing: bool) -> None:
+        self.inner, self.needs, self.failing = inner, inner.needs, failing
+        self.generator = torch.Generator().manual_seed(0)
+        self.errors: list[Exception] = []
+
+    def _plant(self) -> None:
+        if self.failing and int(torch.randint(12, (1,), generator=self.generator)) == 0:
+            SEEN["planted failures"] += 1
+            raise RuntimeError("planted")
+
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        self._plant()
+        drafts = self._run(self.inner.propose, seqs, budgets)
+        self._plant()
+        return drafts
+
+    def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
+        self._run(self.inner.observe, seqs, verdicts, hidden)
+        self._plant()
+
+    def _run(self, method: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return method(*args)
+        except Exception as error:
+            self.errors.append(error)
+            raise
+
+    def forget(self, request_id: str) -> None:
+        self.inner.forget(request_id)
+
+
+def draft_model(model: ContextTarget, tree: tuple[int, ...] | None = None) -> Proposer:
+    return DraftModelProposer(model, vocab_size=VOCAB, kv_tokens=80, tree=tree)
+
+
+PROPOSERS: dict[str, Callable[[], Proposer]] = {
+    "random trees": lambda: RandomProposer(TARGET),
+    "random chains": lambda: RandomProposer(TARGET, chain=True),
+    "ngram": lambda: NgramProposer(min_size=1),
+    "same model": lambda: draft_model(TARGET),
+    "near model": lambda: draft_model(NearTarget(VOCAB, seed=1)),
+    "near tree": lambda: draft_model(NearTarget(VOCAB, seed=1), (3, 2, 2)),
+    "far tree": lambda: draft_model(ContextTarget(VOCAB + 2, seed=1, order=1), (2, 2, 1)),
+}
+
+
+class Letters:
+    """Stands in for a Detokenizer: token 0 is the letter a, and so on."""
+
+    def added(self, before: int | None, token: int) -> bytes:
+        return bytes([ord("a") + token])
+
+
+def sink_of(params: SamplingParams) -> TextStream:
+    return TextStream(Letters(), params.stop, params.min_tokens)  # type: ignore[arg-type]
+
+
+@dataclass(eq=False)
+class Request:
+    """A request and all that it was given so far."""
+
+    prompt: list[int]
+    params: SamplingParams
+    outputs: list[StepOutput] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for output in self.outputs for token in output.token_ids]
+
+    @property
+    def text(self) -> str:
+        return "".join(output.text for output in self.outputs)
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [entry.logprob for output in self.outputs for entry in output.logprobs or ()]
+
+    @property
+    def finish_reason(self) -> str | None:
+        return self.outputs[-1].finish_reason
+
+
+def alone(request: Request, room: int) -> Request:
+    """The same request without drafts, in an engine of its own."""
+    config = EngineConfig(max_seqs=1, max_len=room, max_batch_tokens=64, kv_tokens=room)
+    plain = Engine(TARGET, config=config, make_sink=sink_of)
+    plain.add(request.prompt, request.params)
+    found = Request(request.prompt, request.params)
+    while plain.has_work:
+        found.outputs += plain.step()
+    return found
+
+
+def check_counts(request: Request) -> None:
+    """Usage is what was emitted, and origins say where each token came from."""
+    stats, origins = request.outputs[-1].stats, "".join(output.origins for output in request.outputs)
+    assert stats.emitted == len(request.tokens) == len(origins)
+    assert stats.accepted == origins.count("a") == sum(stats.accepted_at)
+    assert stats.accepted <= stats.levels <= stats.drafted
+    if request.params.logprobs is not None:
+        assert len(request.logprobs) == len(request.tokens)
+    if request.finish_reason == "cancelled":
+        assert request.text == "".join(chr(ord("a") + token) for token in request.tokens)
+    SEEN["answers: " + str(request.finish_reason)] += 1
+    SEEN["accepted"] += stats.accepted
+    SEEN["recovered"] += origins.count("r")
+
+
+def check_equal(request: Request, room: int) -> None:
+    """The answer, or what there is of a cancelled one, is that of the request alone."""
+    wanted = alone(request, room)
+    end = len(request.tokens)
+    assert request.tokens == wanted.tokens[:end]
+    assert request.logprobs == pytest.approx(wanted.logprobs[:end], abs=1e-5)
+    if request.finish_reason != "cancelled":
+        assert (end, request.finish_reason) == (len(wanted.tokens), wanted.finish_reason)
+        assert request.text == wanted.text
+    SEEN["answers compared"] += 1
+
+
+def check_possible(request: Request, room: int) -> None:
+    """Every token is one that the target may say there, and the answer ends where it must and not before."""
+    params, text, sink = request.params, list(request.prompt), sink_of(request.params)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else TARGET.eos_ids)}
+    ended = False
+    for token in request.tokens:
+        assert not ended
+        output = text[len(request.prompt) :]
+        logits = penalize(TARGET.logits(text)[None], params, request.prompt, [output], TARGET.eos_ids)
+        assert to_laws(logits, params)[0, token] > 0
+        text.append(token)
+        ended = sink.push([token]) is not None or token in stops
+    limit = min(room, len(request.prompt) + params.max_tokens)
+    reason = "stop" if ended else "length" if len(text) == limit else "cancelled"
+    assert request.finish_reason == reason
+
+
+def check_books(pool: BlockPool, tables: Iterable[BlockTable]) -> None:
+    """No block is lost, or owned twice without being shared text."""
+    users = Counter(block for table in tables for block in table.blocks)
+    assert all(len(set(table.blocks)) == len(table.blocks) for table in tables)
+    assert pool._users == [users[block] for block in range(pool.size)]
+    assert pool.free == pool._users.count(0)
+    assert pool._block_of == {key: block for block, key in pool._key_of.items()}
+    assert set(pool._kept) == {block for block in pool._key_of if users[block] == 0}
+    assert all(block in pool._key_of for block, owners in users.items() if owners > 1)
+
+
+def stored(cache: KVCache) -> Tensor:
+    """The token that each slot holds, as a ContextTarget wrote it, int64 [slots]."""
+    return cache.keys[0][:, 0, 0].nan_to_num(-1).long()
+
+
+def check_cache(cache: KVCache, table: BlockTable, text: list[int]) -> None:
+    assert stored(cache)[table.slot_ids(0, len(text))].tolist() == text
