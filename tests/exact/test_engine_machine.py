@@ -120,8 +120,8 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule(
         beginning=st.sampled_from(BEGINNINGS),
-        shared=st.integers(0, 20),
-        rest=st.lists(st.integers(0, VOCAB - 1), max_size=4),
+        shared=st.sampled_from([0, 1, 3, 4, 5, 8, 9, 13, 16, 17, 20]),
+        rest=st.lists(st.integers(0, VOCAB - 1), max_size=3),
         params=PARAMS,
         copies=st.sampled_from([1, 1, 2, 3]),
     )
@@ -225,6 +225,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.patch.undo()
 
 
+@pytest.mark.timeout(3600 if THOROUGH else 300)
 @pytest.mark.parametrize("name", [None, *PROPOSERS])
 def test_no_answer_shows_what_the_engine_went_through(name: str | None) -> None:
     SEEN.clear()
