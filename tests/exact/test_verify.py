@@ -174,6 +174,20 @@ def test_a_batch_stays_on_the_device_of_its_rows(draw_as: Draw) -> None:
         assert rule(forest).path.shape == forest.tokens.shape
 
 
+@pytest.mark.parametrize(("off", "path"), [(-1e-12, (1,)), (1e-12, ())])
+def test_what_a_rejection_leaves_is_kept_in_double_precision(off: float, path: tuple[int, ...]) -> None:
+    rows = torch.tensor([[0.1, 0.3, 0.6]]).expand(3, -1)
+    limit = float(rows[0, 1].double() / rows[0, 1:].double().sum())
+
+    class Near(Noise):
+        def uniform(self, pos: int, sibling: int = 0) -> float:
+            return (0.9, limit + off)[sibling]
+
+    draft = Draft(torch.tensor([0, 1]), (-1, -1))
+    assert verify_exact(draft, rows, Near(1), POS).path == path
+    assert verify_batch("exact", [Job(draft, rows, Near(1), POS)])[0].path == path
+
+
 @pytest.mark.parametrize("draw_as", ["fixed", "iid"])
 def test_acceptance_is_decided_in_double_precision(draw_as: Draw) -> None:
     """A uniform just under the limit rounds up to it in float32."""
@@ -229,6 +243,18 @@ def test_an_all_zero_residual_is_the_target_itself() -> None:
     assert verdict.path == ()
     assert verdict.recovered
     assert verdict.next_token == draw(rows[0], Noise(3), POS)
+
+
+def test_a_sure_token_may_fall_short_of_one_by_rounding() -> None:
+    """If chance then rejects it, it is still all that the target says."""
+
+    class Rejecting(Noise):
+        def uniform(self, pos: int, sibling: int = 0) -> float:
+            return 1 - 2.0**-53
+
+    rows = torch.tensor([[0.0, 1 - 2.0**-24, 0.0], [1.0, 0.0, 0.0]])
+    assert verify_exact(chain([1]), rows, Rejecting(3), POS) == Verdict((), 1, True)
+    assert verify_batch("exact", [Job(chain([1]), rows, Rejecting(3), POS)]) == [Verdict((), 1, True)]
 
 
 def test_each_number_is_read_at_the_position_it_decides() -> None:
