@@ -8,8 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from foredraft.sampling import Noise
 from foredraft.types import Draft, Draw
+from foredraft.verify_batch import Job
 
+POS = 5  # of the first token after the root
+DRAWS: list[Draw] = ["fixed", "iid", "distinct"]
 Law = Callable[[tuple[int, ...]], Tensor]  # path of tokens -> law [vocab], float64
 
 
@@ -106,3 +110,22 @@ def drafts_of(scene: Scene) -> list[tuple[float, tuple[int, ...]]]:
             ]
         found = longer
     return found
+
+
+def random_job(seed: int, draw_as: Draw, vocab: int, *, sharp: float = 1.0, agree: float = 0.5) -> Job:
+    """Return a tree of up to 12 nodes. `agree`: how often a node holds the target's likeliest token."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(13, (1,), generator=generator))
+    parents = random_parents(count, generator, 4)
+    logits = torch.randn(count + 1, vocab, generator=generator) * sharp
+    likely = torch.rand(count, generator=generator) < agree
+    random = torch.randint(vocab, (count,), generator=generator)
+    tokens = torch.where(likely, logits.argmax(-1)[[parent + 1 for parent in parents]], random)
+    near = logits + torch.randn(count + 1, vocab, generator=generator)
+    laws = None if draw_as == "fixed" else torch.softmax(near, -1)
+    return Job(Draft(tokens, parents, laws, draw_as), torch.softmax(logits, -1), Noise(seed), POS + seed % 7)
+
+
+def one_hot(*tokens: int, vocab: int = 4) -> Tensor:
+    """Return laws of one token each, [tokens, vocab]."""
+    return torch.nn.functional.one_hot(torch.tensor(tokens), vocab).float()

@@ -1,0 +1,115 @@
+"""The batched rules against their twins, and what a padded batch looks like."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exact.toy import DRAWS, POS, one_hot, random_job
+from foredraft.sampling import Noise
+from foredraft.types import NO_DRAFT, Draft, Draw, Verdict, chain
+from foredraft.verify import verify_exact, verify_greedy, verify_matched
+from foredraft.verify_batch import (
+    Job,
+    batch_exact,
+    batch_greedy,
+    batch_matched,
+    make_forest,
+    verify_batch,
+)
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+        ],
+    ),
+]
+examples = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+def on(device: str, job: Job) -> Job:
+    laws = None if job.draft.laws is None else job.draft.laws.to(device)
+    draft = Draft(job.draft.tokens, job.draft.parents, laws, job.draft.draw)
+    return Job(draft, job.rows.to(device), job.noise, job.pos)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@examples
+@given(
+    seed=st.integers(0, 10**6),
+    draws=st.lists(st.sampled_from(DRAWS), min_size=1, max_size=5),
+    vocab=st.sampled_from([3, 4, 7, 64, 150]),
+    sharp=st.sampled_from([0.0, 1.0, 4.0, 60.0]),
+)
+def test_the_batch_agrees_with_its_twins(
+    device: str, seed: int, draws: list[Draw], vocab: int, sharp: float
+) -> None:
+    """The twins run on the CPU throughout."""
+    jobs = [random_job(seed + place, how, vocab, sharp=sharp) for place, how in enumerate(draws)]
+    there = [on(device, job) for job in jobs]
+    exact = [verify_exact(job.draft, job.rows, job.noise, job.pos) for job in jobs]
+    assert verify_batch("exact", there) == exact
+    matched = [verify_matched(job.draft, job.rows, job.noise, job.pos) for job in jobs]
+    assert verify_batch("matched", there) == matched
+    assert verify_batch("greedy", there) == [verify_greedy(job.draft, job.rows) for job in jobs]
+
+
+@examples
+@given(seed=st.integers(0, 10**6), draw_as=st.sampled_from(DRAWS))
+def test_the_batch_agrees_when_draft_and_target_are_one(seed: int, draw_as: Draw) -> None:
+    """The residual is all zero, or rounding."""
+    job = random_job(seed, draw_as, 5)
+    laws = None if draw_as == "fixed" else job.rows
+    job = Job(Draft(job.draft.tokens, job.draft.parents, laws, draw_as), job.rows, job.noise, job.pos)
+    assert verify_batch("exact", [job]) == [verify_exact(job.draft, job.rows, job.noise, job.pos)]
+
+
+def test_an_empty_batch_and_empty_drafts() -> None:
+    job = Job(NO_DRAFT, torch.tensor([[0.0, 1.0, 0.0]]), Noise(1), 0)
+    assert verify_batch("exact", []) == []
+    for rule in ("greedy", "exact", "matched"):
+        assert verify_batch(rule, [job, job]) == [Verdict((), 1, recovered=False)] * 2
+
+
+def test_a_forest_is_padded_with_what_matches_nothing() -> None:
+    """And paths end with -1, as the batch says before anyone reads it on the host."""
+    rows = one_hot(1, 2, 3)
+    jobs = [
+        Job(chain([1, 2]), rows, Noise(1), POS),
+        Job(chain([1], rows[:2], "iid"), rows[:2], Noise(2), POS),
+    ]
+    forest = make_forest(jobs, with_laws=True)
+    assert forest.tokens.tolist() == [[1, 2], [1, 0]]
+    assert forest.parents.tolist() == [[-1, 0], [-1, -2]]
+    assert forest.rows.tolist() == torch.stack([rows, torch.cat([rows[:2], torch.zeros(1, 4)])]).tolist()
+    assert forest.keys.tolist() == [[job.noise.key(POS + depth) for depth in range(3)] for job in jobs]
+    assert forest.uniforms.tolist() == [
+        [Noise(1).uniform(POS), Noise(1).uniform(POS + 1)],
+        [Noise(2).uniform(POS), 0],
+    ]
+    assert forest.laws is not None
+    assert forest.laws.tolist() == torch.stack([torch.zeros(3, 4), forest.rows[1]]).tolist()
+    assert (forest.fixed.tolist(), forest.distinct.tolist()) == ([[True], [False]], [[False], [False]])
+    assert make_forest(jobs, with_laws=False).laws is None
+    for rule in (batch_greedy, batch_exact, batch_matched):
+        assert rule(forest).path.tolist() == [[0, 1], [0, -1]]
+        assert rule(
+            make_forest([jobs[1], Job(chain([0, 0]), rows, Noise(3), POS)], with_laws=True)
+        ).path.tolist() == [[0, -1], [-1, -1]]
+
+
+@pytest.mark.parametrize("draw_as", DRAWS)
+def test_a_batch_stays_on_the_device_of_its_rows(draw_as: Draw) -> None:
+    """On a device that holds no numbers, so that a tensor made elsewhere is an error."""
+    jobs = [on("meta", random_job(seed, draw_as, 70)) for seed in range(4)]
+    forest = make_forest(jobs, with_laws=True)
+    parts = [getattr(forest, name) for name in forest.__slots__]
+    assert {part.device.type for part in parts if part is not None} == {"meta"}
+    for rule in (batch_greedy, batch_exact, batch_matched):
+        assert rule(forest).path.shape == forest.tokens.shape
