@@ -221,7 +221,8 @@ def test_drafts_end_where_the_context_ends(drafter: str, room: int) -> None:
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"reproducible": True}], ids=str)
 def test_accepted_guesses_carry_the_targets_own_logprob(options: dict[str, Any]) -> None:
     """Raw and before any processor, although these decide what is emitted."""
-    params = SamplingParams(seed=1, max_tokens=30, logprobs=3, frequency_penalty=0.5, top_k=4, **options)
+    processors = {"frequency_penalty": 0.5, "logit_bias": {2: 0.5}, "top_k": 4}
+    params = SamplingParams(seed=1, max_tokens=30, logprobs=3, **processors, **options)
     outputs, text = answer(engine_of("same model"), params), list(PROMPT)
     for output in outputs:
         assert output.logprobs is not None

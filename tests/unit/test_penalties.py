@@ -111,6 +111,15 @@ def test_processors_run_in_order_and_in_float32() -> None:
     assert laws.dtype == torch.float32
 
 
+def test_a_bias_leaves_the_logits_it_was_given() -> None:
+    """Log-probabilities are read from them afterwards."""
+    logits = random_logits(2, 10)
+    before = logits.clone()
+    biased = sampling.add_bias(logits, SamplingParams(logit_bias={3: 1.0, 4: -2.0}))
+    assert torch.equal(logits, before)
+    assert (biased - before)[:, [3, 4]].flatten().tolist() == pytest.approx([1, -2, 1, -2], abs=1e-5)
+
+
 @pytest.mark.parametrize("token", [10, 12])
 def test_a_bias_on_a_token_that_does_not_exist_is_refused(token: int) -> None:
     with pytest.raises(ConfigError, match=f"names token {token}, but the model has tokens 0 to 9 only"):
