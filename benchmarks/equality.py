@@ -32,6 +32,8 @@ def truncated_copy(source: Path, target: Path, layers: int) -> Path:
     model = transformers.AutoModelForCausalLM.from_pretrained(source)
     model.model.layers = model.model.layers[:layers]
     model.config.num_hidden_layers = layers
+    if getattr(model.config, "layer_types", None):  # which of them have a sliding window
+        model.config.layer_types = model.config.layer_types[:layers]
     model.save_pretrained(target)
     transformers.AutoTokenizer.from_pretrained(source).save_pretrained(target)
     return target
