@@ -1,0 +1,1 @@
+"""Training of drafts: heads and distilled models, on answers that the target itself gives."""

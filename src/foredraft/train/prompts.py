@@ -1,0 +1,84 @@
+"""Prompts to train on: JSONL files of conversations, texts, or requests that a server captured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foredraft.errors import ConfigError
+from foredraft.text import encode_chat
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt as token ids. key: a hash of the ids, by which a prompt is known across runs."""
+
+    ids: tuple[int, ...]
+    key: str
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield ("file:line", object) for every line that is not blank; raises ConfigError naming the line."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}:{number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ConfigError(f"{where} is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} is no JSON object but {type(row).__name__}")
+        yield where, row
+
+
+def encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
+    """Return the token ids of a row: {"messages"}, {"prompt"}, or a captured request {"body": either}.
+
+    A last message of the assistant's is left out: the target gives its own. Raises ConfigError.
+    """
+    body = row.get("body", row)
+    if isinstance(body, dict) and isinstance(body.get("messages"), list) and body["messages"]:
+        messages = body["messages"]
+        if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
+            messages = messages[:-1]
+        try:
+            return list(encode_chat(tokenizer, messages))
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error}") from error
+    if isinstance(body, dict) and isinstance(body.get("prompt"), str) and body["prompt"]:
+        return list(tokenizer.encode(body["prompt"]))
+    raise ConfigError(f'{where} has neither "messages" (a list) nor "prompt" (a text)')
+
+
+def load_prompts(files: Sequence[Path], tokenizer: Any, *, longest: int) -> list[Prompt]:
+    """Return the prompts of all files, each once, in the order of their keys; longer ones are left out.
+
+    That order mixes the files and stays when files are added. Raises ConfigError for a bad line, or if
+    nothing is left.
+    """
+    prompts: dict[str, Prompt] = {}
+    dropped = 0
+    for path in files:
+        for where, row in read_rows(path):
+            ids = encode_row(row, tokenizer, where)
+            if len(ids) > longest:
+                dropped += 1
+                continue
+            key = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()
+            prompts[key] = Prompt(tuple(ids), key)
+    if not prompts:
+        names = ", ".join(str(path) for path in files) or "no file"
+        raise ConfigError(
+            f"no prompt is left in {names}: {dropped} have more than {longest} tokens; raise the limit or "
+            "give other files"
+        )
+    return [prompts[key] for key in sorted(prompts)]
