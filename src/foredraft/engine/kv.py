@@ -208,7 +208,8 @@ class KVCache:
 
     @staticmethod
     def _empty(blocks: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        return torch.empty(blocks * BLOCK, heads, dim, dtype=dtype, device=device)
+        # Zeros, because slots that hold nothing yet are read, masked, beside others: NaN would show through.
+        return torch.zeros(blocks * BLOCK, heads, dim, dtype=dtype, device=device)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to slots `target` (int64 [n] each) in every layer."""

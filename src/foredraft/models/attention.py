@@ -1,7 +1,7 @@
 """Attention of a flat, ragged batch over the slot cache: trees, sliding windows and grouped heads are masks.
 
-`Attend` is built once a step and travels through the model as a keyword argument. Sequences that decode are
-padded into one call; a long chunk of prompt gets a call of its own, so padding never exceeds a few rows.
+`Attend` is built once a step and travels through the model as a keyword argument. Sequences that decode and
+are about as long are padded into one call; a long chunk of prompt gets a call of its own.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Span
-from foredraft.engine.kv import KVCache
+from foredraft.engine.kv import BLOCK, BlockPool, KVCache
 from foredraft.tree import ancestor_mask, depths
 
 FEW_ROWS = 32  # spans up to this size are padded together; grouped heads are folded into rows up to it
+PADDED = 256  # cache positions read for nothing that cost about as much as one more call
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +35,17 @@ class Head:
 class _Group:
     """Spans attended in one call, padded to `rows` rows and `length` positions.
 
-    rows_at: int64 [spans, rows] or a slice of the flat rows; slots_at: int64 [spans, length] or a slice of
-    the cache. Padding repeats row and slot 0 of the span; what it computes is dropped. valid: int64 [real
-    rows] into [spans * rows] (None: all are real), target_rows: int64 [real rows] into the flat rows.
+    rows_at: int64 [spans, rows] or a slice of the flat rows; slots: a slice of the cache, or the blocks that
+    hold it, int64 [spans * blocks a span]. Padding repeats row and block 0 of the span; what it computes is
+    dropped. valid: int64 [real rows] into [spans * rows] (None: all are real), target_rows: int64 [real rows]
+    into the flat rows.
     """
 
     spans: Seq[Span]
     rows: int
     length: int
     rows_at: slice | Tensor
-    slots_at: slice | Tensor
+    slots: slice | Tensor
     valid: Tensor | None
     target_rows: Tensor | None
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
@@ -63,7 +65,7 @@ class Attend:
             self.written = torch.cat(ids).to(device)
         few = [span for span in batch.spans if span.rows <= FEW_ROWS]
         many = [span for span in batch.spans if span.rows > FEW_ROWS]
-        groups = [[span] for span in many] + ([few] if few else [])
+        groups = [[span] for span in many] + alike(few)
         self.groups = [self._group(spans) for spans in groups]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
@@ -89,12 +91,7 @@ class Attend:
             q = query[:, group.rows_at].unsqueeze(0)  # [1, heads, rows, dim]
         else:
             q = query[:, group.rows_at].transpose(0, 1)  # [spans, heads, rows, dim]
-        if isinstance(group.slots_at, slice):
-            k = keys[group.slots_at].transpose(0, 1).unsqueeze(0)  # [1, kv_heads, length, dim], a view
-            v = values[group.slots_at].transpose(0, 1).unsqueeze(0)
-        else:
-            k = keys[group.slots_at].transpose(1, 2)  # [spans, kv_heads, length, dim]
-            v = values[group.slots_at].transpose(1, 2)
+        k, v = _read(keys, group), _read(values, group)
         return attention(q, k, v, self._mask(group, head.window), head).transpose(1, 2)
 
     def _group(self, spans: Seq[Span]) -> _Group:
@@ -108,22 +105,27 @@ class Attend:
                 rows=rows,
                 length=length,
                 rows_at=slice(span.start, span.stop),
-                slots_at=slots if isinstance(slots, slice) else slots.unsqueeze(0).to(self.device),
+                slots=slots if isinstance(slots, slice) else self._blocks(spans, length),
                 valid=None,
                 target_rows=None,
             )
         rows_at = torch.stack([_padded(torch.arange(s.start, s.stop), rows) for s in spans])
-        slots_at = torch.stack([_padded(s.table.slot_ids(0, s.length), length) for s in spans])
         real = torch.stack([torch.arange(rows) < s.rows for s in spans])
         return _Group(
             spans=spans,
             rows=rows,
             length=length,
             rows_at=rows_at.to(self.device),
-            slots_at=slots_at.to(self.device),
+            slots=self._blocks(spans, length),
             valid=None if bool(real.all()) else real.flatten().nonzero().flatten().to(self.device),
             target_rows=rows_at[real].to(self.device),
         )
+
+    def _blocks(self, spans: Seq[Span], length: int) -> Tensor:
+        """Return the blocks of positions 0 … length - 1 of each span, one span after another."""
+        count = BlockPool.needed(length)
+        blocks = [(span.table.blocks + span.table.blocks[:1] * count)[:count] for span in spans]
+        return torch.tensor(blocks, dtype=torch.int64).flatten().to(self.device)
 
     def _mask(self, group: _Group, window: int | None) -> Tensor | None:
         """Additive mask [spans, 1, rows, length], or None where every row sees everything."""
@@ -140,6 +142,30 @@ class Attend:
                 mask = mask.unsqueeze(1).to(self.device)
             group.masks[window] = mask
         return group.masks[window]
+
+
+def alike(spans: Seq[Span]) -> list[list[Span]]:
+    """Group spans by length, so that no group pads by more than PADDED positions in all."""
+    groups: list[list[Span]] = []
+    padding = 0
+    for span in sorted(spans, key=lambda span: -span.length):
+        padding += groups[-1][0].length - span.length if groups else 0
+        if not groups or padding > PADDED:
+            groups.append([])
+            padding = 0
+        groups[-1].append(span)
+    return groups
+
+
+def _read(store: Tensor, group: _Group) -> Tensor:
+    """Return keys or values [spans, kv_heads, length, dim] of a store [slots, kv_heads, dim].
+
+    Whole blocks are copied, which takes a fraction of what copying slots does; one run is a view.
+    """
+    if isinstance(group.slots, slice):
+        return store[group.slots].transpose(0, 1).unsqueeze(0)
+    found = store.view(-1, BLOCK, *store.shape[1:]).index_select(0, group.slots)
+    return found.view(len(group.spans), -1, *store.shape[1:])[:, : group.length].transpose(1, 2)
 
 
 def visible(span: Span, positions: Tensor, window: int | None) -> Tensor:
