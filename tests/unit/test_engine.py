@@ -16,7 +16,7 @@ from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BLOCK
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.propose import DraftModelProposer, NgramProposer
-from foredraft.types import SamplingParams, StepOutput
+from foredraft.types import Needs, SamplingParams, StepOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CONFIG = EngineConfig(max_seqs=4, max_len=512, max_batch_tokens=16, kv_tokens=2048)
@@ -318,3 +318,32 @@ def test_a_failing_proposer_is_switched_off(method: str, caplog: pytest.LogCaptu
         assert tokens(found[request_id]) == plain_greedy(target, prompt, 40)
     assert "bad goes on without drafts: the proposer failed: RuntimeError('planted')" in caplog.text
     assert not engine.drafter.proposer.known  # type: ignore[union-attr]
+
+
+class HiddenReader(RandomProposer):
+    """Keeps the hidden states it is shown, which in the fake are the tokens of their positions."""
+
+    def __init__(self, target: ContextTarget) -> None:
+        super().__init__(target)
+        self.needs = Needs(hidden_layers=(0, 3))
+        self.read: dict[str, dict[int, int]] = {}
+
+    def observe(self, seqs: Any, verdicts: Any, hidden: Any) -> None:
+        for seq, verdict, (first, second) in zip(seqs, verdicts, hidden, strict=True):
+            assert torch.equal(first + 3, second)
+            read = self.read.setdefault(seq.request_id, {})
+            read |= zip(range(seq.kv_len - len(first), seq.kv_len), first[:, 0].long().tolist(), strict=True)
+            assert read == dict(enumerate(seq.tokens[: seq.kv_len]))
+            assert seq.tokens[seq.kv_len] == verdict.next_token or len(seq.tokens) == seq.limit
+
+
+def test_a_proposer_reads_the_hidden_states_of_every_position() -> None:
+    target = ContextTarget(vocab_size=7, seed=3)
+    proposer = HiddenReader(target)
+    engine = drafting(target, proposer, max_batch_tokens=8)
+    for number, length in enumerate((3, 40, 21, 70)):
+        engine.add(prompt_of(length, number), GREEDY)
+    found = run(engine)
+    assert engine.stats.accepted > 0
+    assert all(len(read) >= 3 for read in proposer.read.values())
+    assert len(proposer.read) == len(found) == 4

@@ -31,17 +31,19 @@ class Drafter:
         return self.proposer.needs.hidden_layers if self.proposer is not None else ()
 
     def propose(self, seqs: list[Sequence], pool: BlockPool, batch_tokens: int) -> list[Draft]:
-        """Return one draft a sequence, for which its table then has slots."""
+        """Return one draft a sequence, for which its table has slots, already while it is made."""
         drafts = dict.fromkeys(seqs, NO_DRAFT)
         drafting = self._drafting(seqs)
         if drafting and self.controller is not None:
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
+            for seq, budget in zip(drafting, budgets, strict=True):
+                grown = pool.grow(seq.table, len(seq.tokens) + budget)
+                assert grown
             drafts |= self._propose(drafting, budgets)
             for seq, budget in zip(drafting, budgets, strict=True):
                 assert len(drafts[seq]) <= budget
-                grown = pool.grow(seq.table, len(seq.tokens) + len(drafts[seq]))
-                assert grown
+                pool.shrink(seq.table, len(seq.tokens) + len(drafts[seq]))
         return list(drafts.values())
 
     def _propose(self, seqs: list[Sequence], budgets: list[int]) -> dict[Sequence, Draft]:

@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.engine.batch import Batch, Feed, make_batch
+from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs, step_stats
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.kv import BLOCK, extend_keys
-from foredraft.engine.protocols import Controller, ForwardOut, Proposer, StepTimes, Target
+from foredraft.engine.news import news
+from foredraft.engine.protocols import Controller, Proposer, StepTimes, Target
 from foredraft.engine.scheduler import Planned, Scheduler
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import CapacityError, ConfigError
@@ -153,7 +154,7 @@ class Engine:
             for seq, draft, verdict in zip(seqs, drafts, verdicts, strict=True)
         ]
         self._commit(plan, verdicts, emissions)
-        self.drafter.observe(seqs, verdicts, _hidden_of(batch, out))
+        self.drafter.observe(*news(plan, verdicts, emissions, batch, out))
 
         now = self._clock()
         times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
@@ -281,12 +282,6 @@ def _feeds(plan: Seq[Planned], drafts: Seq[Draft]) -> list[Feed]:
         )
         for planned in plan
     ]
-
-
-def _hidden_of(batch: Batch, out: ForwardOut) -> list[tuple[Tensor, ...]]:
-    """Return the hidden states of each emitting sequence's rows."""
-    spans = [span for span, rows in zip(batch.spans, batch.logits_of, strict=True) if rows]
-    return [tuple(layer[span.start : span.stop] for layer in out.hidden) for span in spans]
 
 
 def _output(seq: Sequence, emission: Emission, logprobs: list[TokenLogprob] | None) -> StepOutput:

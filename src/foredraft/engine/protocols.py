@@ -72,7 +72,12 @@ class Proposer(Protocol):
         """Return one draft a sequence, of at most its budget's nodes and at most seq.levels_left levels."""
 
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
-        """Learn what became of the drafts. hidden[i]: the layers asked for, rows of sequence i."""
+        """Learn what became of the drafts, after seq.tokens and seq.kv_len have moved on.
+
+        hidden[i]: the layers asked for, [positions, width] each, of the positions that joined the cache of
+        sequence i in this step: those up to seq.kv_len - 1. With hidden layers asked for, a chunk of a prompt
+        is told too, as a verdict without path whose next token is the prompt's own.
+        """
 
     def forget(self, request_id: str) -> None:
         """Drop what was kept for a request."""
