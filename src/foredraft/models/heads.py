@@ -1,0 +1,185 @@
+"""Draft heads: Medusa (Cai et al., arXiv 2401.10774) and EAGLE (Li et al., arXiv 2401.15077 and 2503.01840).
+
+The modules serve training and drafting; their parameters are named as the public checkpoints name them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, slots=True)
+class EagleConfig:
+    """Shape of an EAGLE head. hidden_layers: the target's hidden states that are fused, numbered as
+    transformers numbers hidden_states (0 is the embedding, i the output of layer i - 1).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    hidden_layers: tuple[int, ...]
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @classmethod
+    def like(cls, target_config: Any, hidden_layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
+        """Return the shape of one decoder layer of a target, given its transformers config."""
+        config = target_config.get_text_config()
+        heads = config.num_attention_heads
+        rope = getattr(config, "rope_parameters", None) or {}
+        return cls(
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocab_size=config.vocab_size,
+            draft_vocab_size=min(draft_vocab_size, config.vocab_size),
+            hidden_layers=hidden_layers,
+            norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+            rope_theta=float(rope.get("rope_theta", 10000.0)),
+        )
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        width, dim = 2 * config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(width, config.heads * dim, bias=False)
+        self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(config.heads * dim, config.hidden_size, bias=False)
+
+
+class _Mlp(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.self_attn = _Attention(config)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = _Mlp(config)
+
+
+class EagleLayer(nn.Module):
+    """One decoder layer that reads a token's embedding beside the features of the position before it.
+
+    Features are the target's hidden states, fused, where the target has been (EAGLE-3, section 3.1), and this
+    layer's own output below that. The vocabulary it drafts from is the part of the target's that `d2t` names:
+    target id = draft id + d2t[draft id]. Without weights of its own the projection to it takes these rows of
+    the target's.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: EagleConfig, *, own_lm_head: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        fused = len(config.hidden_layers) * config.hidden_size
+        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
+        self.midlayer = _Layer(config)
+        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.lm_head = (
+            nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_lm_head else None
+        )
+        self.register_buffer("d2t", torch.zeros(config.draft_vocab_size, dtype=torch.int64))
+        self.register_buffer("t2d", torch.zeros(config.vocab_size, dtype=torch.bool))
+        self.set_vocabulary(torch.arange(config.draft_vocab_size))
+
+    def set_vocabulary(self, target_ids: Tensor) -> None:
+        """Draft from these tokens of the target, int64 [draft vocab]."""
+        ids = target_ids.sort().values
+        self.d2t.copy_(ids - torch.arange(len(ids)))
+        self.t2d.zero_()
+        self.t2d[ids] = True
+
+    @property
+    def target_ids(self) -> Tensor:
+        """The target's id of each draft id, int64 [draft vocab]."""
+        return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
+
+    def qkv(self, embeds: Tensor, features: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """embeds, features: [rows, hidden]. Returns query [rows, heads, dim], key and value [rows, kv_heads,
+        dim], turned.
+        """
+        layer, dim = self.midlayer, self.config.head_dim
+        x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(features)], dim=-1)
+        query, key, value = (
+            project(x).unflatten(-1, (-1, dim))
+            for project in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+        )
+        return turn(query, cos_sin), turn(key, cos_sin), value
+
+    def finish(self, features: Tensor, attended: Tensor) -> Tensor:
+        """features: [rows, hidden]; attended: [rows, heads * dim]. Returns the layer's output, the features
+        of the next position.
+        """
+        x = features + self.midlayer.self_attn.o_proj(attended)
+        return x + self.midlayer.mlp(self.midlayer.post_attention_layernorm(x))
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """positions: int64 [rows]. Returns the cosines and sines of rotary embedding, float32 [rows, dim /
+        2].
+        """
+        half = torch.arange(0, self.config.head_dim, 2, dtype=torch.float32, device=positions.device)
+        angles = positions[:, None].float() * self.config.rope_theta ** -(half / self.config.head_dim)
+        return angles.cos(), angles.sin()
+
+
+def turn(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply rotary embedding (Su et al., arXiv 2104.09864) to x [rows, heads, dim], halves paired."""
+    cos, sin = (part.unsqueeze(1).to(x.dtype) for part in cos_sin)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class ResBlock(nn.Module):
+    """x + SiLU(Wx + b), the identity at first."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., width]."""
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHeads(nn.Module):
+    """Head i guesses token i + 2 after a position from its last hidden state (arXiv 2401.10774, section 2.1).
+
+    All project with the target's own vocabulary matrix.
+    """
+
+    def __init__(self, width: int, heads: int, layers: int = 1) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(
+            nn.Sequential(*(ResBlock(width) for _ in range(layers))) for _ in range(heads)
+        )
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, width]. Returns what to project, [rows, heads, width]."""
+        return torch.stack([head(hidden) for head in self.heads], dim=1)
