@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError
+from foredraft.rows import read_rows, request_body
 from foredraft.text import encode_chat
 
 
@@ -21,42 +22,18 @@ class Prompt:
     key: str
 
 
-def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield ("file:line", object) for every line that is not blank; raises ConfigError naming the line."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}:{number}"
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{where} is no JSON: {error}") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where} is no JSON object but {type(row).__name__}")
-        yield where, row
-
-
 def encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
     """Return the token ids of a row: {"messages"}, {"prompt"}, or a captured request {"body": either}.
 
     A last message of the assistant's is left out: the target gives its own. Raises ConfigError.
     """
-    body = row.get("body", row)
-    if isinstance(body, dict) and isinstance(body.get("messages"), list) and body["messages"]:
-        messages = body["messages"]
-        if isinstance(messages[-1], dict) and messages[-1].get("role") == "assistant":
-            messages = messages[:-1]
-        try:
-            return list(encode_chat(tokenizer, messages))
-        except ConfigError as error:
-            raise ConfigError(f"{where}: {error}") from error
-    if isinstance(body, dict) and isinstance(body.get("prompt"), str) and body["prompt"]:
+    body = request_body(row, where)
+    if "messages" not in body:
         return list(tokenizer.encode(body["prompt"]))
-    raise ConfigError(f'{where} has neither "messages" (a list) nor "prompt" (a text)')
+    try:
+        return list(encode_chat(tokenizer, body["messages"]))
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def load_prompts(files: Sequence[Path], tokenizer: Any, *, longest: int) -> list[Prompt]:
