@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +11,11 @@ from torch import Tensor
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import BlockTable, KVCache, LayerShape
 from foredraft.engine.protocols import ForwardOut
-from foredraft.errors import ConfigError, ModelError
+from foredraft.errors import ModelError
 from foredraft.models.attention import Attend, Head
-from foredraft.models.packed import can_pack, pack_linears
 from foredraft.types import NO_DRAFT
 
-_IMPLEMENTATION = "foredraft"
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+IMPLEMENTATION = "foredraft"  # our attention's name in transformers
 # What models hand to their attention that says nothing about the law.
 _HARMLESS = {
     "position_ids",
@@ -30,7 +27,7 @@ _HARMLESS = {
 }
 
 
-def _attention(
+def attention(
     module: Any,
     query: Tensor,  # [1, heads, rows, dim]
     key: Tensor,  # [1, kv_heads, rows, dim]
@@ -56,6 +53,7 @@ class _Probe:
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
+        self.heads: dict[int, Head] = {}
         self.refused: set[str] = set()
 
     def note(self, module: Any, other: dict[str, Any]) -> None:
@@ -66,6 +64,7 @@ class _Probe:
             self.refused.add("attention that is not causal")
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
+        self.heads[layer] = head
         self.shapes[layer] = LayerShape(key.shape[0], key.shape[-1], value.shape[-1])
         return value.new_zeros(query.shape[1], query.shape[0], value.shape[-1])
 
@@ -84,7 +83,9 @@ class HFCausal:
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.eos_ids = _eos_ids(model)
-        self.layers = self._probe(config.num_hidden_layers)
+        probe = self._probe(config.num_hidden_layers)
+        self.layers = [probe.shapes[layer] for layer in range(config.num_hidden_layers)]
+        self.heads = [probe.heads[layer] for layer in range(config.num_hidden_layers)]
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -115,7 +116,7 @@ class HFCausal:
         return ForwardOut(out.logits[0], tuple(out.hidden_states[layer][0] for layer in hidden_layers))
 
     @torch.inference_mode()
-    def _probe(self, expected: int) -> list[LayerShape]:
+    def _probe(self, expected: int) -> _Probe:
         """Run one token to see every layer attend; raises ModelError where that is not all there is."""
         if "logits_to_keep" not in inspect.signature(self.model.forward).parameters:
             raise ModelError(
@@ -137,78 +138,7 @@ class HFCausal:
                 "transformers' attention interface, so their state cannot be rolled back: use a model whose "
                 "layers all do"
             )
-        return [probe.shapes[layer] for layer in range(expected)]
-
-
-def load_target(path: Path, *, dtype: str = "auto", device: str = "auto") -> HFCausal:
-    """Load a directory of safetensors. Raises ModelError if the model cannot be run exactly, ConfigError on
-    options.
-    """
-    import transformers
-
-    transformers.AttentionInterface.register(_IMPLEMENTATION, _attention)
-    where = _device(device)
-    try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
-    _refuse(config, path)
-    kept = _dtype(dtype, config, where)
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=kept, attn_implementation=_IMPLEMENTATION
-        )
-    except (OSError, ValueError, RuntimeError) as error:
-        raise ModelError(f"{path}: cannot be loaded: {_first_line(error)}") from error
-    model = model.eval().to(where)
-    target = HFCausal(model, str(path))
-    if can_pack(target.dtype, where):
-        pack_linears(model)
-    return target
-
-
-def _refuse(config: Any, path: Path) -> None:
-    """Refuse what is known from the config alone; the probe finds the rest."""
-    if config.is_encoder_decoder:
-        raise ModelError(
-            f"{path}: {config.model_type} is an encoder-decoder model: only decoder-only models run"
-        )
-    text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds:
-        raise ModelError(
-            f"{path}: {config.model_type} has layers of type {', '.join(sorted(kinds))}, whose state cannot "
-            "be rolled back: use a model with full or sliding attention only"
-        )
-    if getattr(text, "use_bidirectional_attention", None):
-        raise ModelError(f"{path}: {config.model_type} attends to later tokens: only causal models run")
-
-
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
-    if name == "auto":
-        stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
-        kept = stored if isinstance(stored, torch.dtype) else _DTYPES.get(str(stored), torch.float32)
-        slow = device.type == "cpu" and kept != torch.float32 and not can_pack(torch.bfloat16, device)
-        if slow or kept not in _DTYPES.values():
-            return torch.float32
-        return torch.bfloat16 if device.type == "cpu" and kept == torch.float16 else kept
-    if name not in _DTYPES:
-        raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"device={name!r} is unknown: use auto, cpu, cuda or cuda:N") from error
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"device={name!r} is not there: {torch.cuda.device_count()} CUDA devices; use device='cpu'"
-        )
-    return device
+        return probe
 
 
 def _eos_ids(model: Any) -> frozenset[int]:
@@ -217,7 +147,3 @@ def _eos_ids(model: Any) -> frozenset[int]:
     if ids is None:
         ids = model.config.get_text_config().eos_token_id
     return frozenset([ids] if isinstance(ids, int) else ids or ())
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,106 @@
+"""From a directory to a target: what is refused, in which precision it runs, and on which path."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from foredraft.errors import ConfigError, ModelError
+from foredraft.models.fused import can_fuse, fuse
+from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
+from foredraft.models.packed import can_pack, pack_linears
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_log = logging.getLogger(__name__)
+
+
+def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused: bool = True) -> HFCausal:
+    """Load a directory of safetensors. Raises ModelError if the model cannot be run exactly, ConfigError on
+    options.
+
+    On a CPU known architectures run on the fused path if that agrees with transformers' own modules; `fused`
+    False keeps to those.
+    """
+    import transformers
+
+    transformers.AttentionInterface.register(IMPLEMENTATION, attention)
+    where = _device(device)
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
+    _refuse(config, path)
+    kept = _dtype(dtype, config, where)
+    target = HFCausal(_load(path, config, kept, where), str(path))
+    if fused and can_fuse(target):
+        fast = fuse(target)
+        if fast is not None:
+            return fast
+        _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)
+        target = HFCausal(_load(path, config, kept, where), str(path))
+    if can_pack(target.dtype, where):
+        pack_linears(target.model)
+    return target
+
+
+def _load(path: Path, config: Any, dtype: torch.dtype, where: torch.device) -> Any:
+    import transformers
+
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ModelError(f"{path}: cannot be loaded: {_first_line(error)}") from error
+    return model.eval().to(where)
+
+
+def _refuse(config: Any, path: Path) -> None:
+    """Refuse what is known from the config alone; the probe finds the rest."""
+    if config.is_encoder_decoder:
+        raise ModelError(
+            f"{path}: {config.model_type} is an encoder-decoder model: only decoder-only models run"
+        )
+    text = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise ModelError(
+            f"{path}: {config.model_type} has layers of type {', '.join(sorted(kinds))}, whose state cannot "
+            "be rolled back: use a model with full or sliding attention only"
+        )
+    if getattr(text, "use_bidirectional_attention", None):
+        raise ModelError(f"{path}: {config.model_type} attends to later tokens: only causal models run")
+
+
+def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
+        kept = stored if isinstance(stored, torch.dtype) else _DTYPES.get(str(stored), torch.float32)
+        slow = device.type == "cpu" and kept != torch.float32 and not can_pack(torch.bfloat16, device)
+        if slow or kept not in _DTYPES.values():
+            return torch.float32
+        return torch.bfloat16 if device.type == "cpu" and kept == torch.float16 else kept
+    if name not in _DTYPES:
+        raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device={name!r} is unknown: use auto, cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ConfigError(
+            f"device={name!r} is not there: {torch.cuda.device_count()} CUDA devices; use device='cpu'"
+        )
+    return device
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,178 @@
+"""The fused path gives the slow twin's numbers, for every variant, batch shape and hidden state."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+from foredraft.engine.batch import Batch, Feed, make_batch
+from foredraft.engine.kv import BLOCK, BlockTable, KVCache
+from foredraft.models import HFCausal, load_target
+from foredraft.models.fused import FusedCausal
+from foredraft.models.packed import can_pack, pack, pack_together
+from foredraft.types import NO_DRAFT, Draft, chain
+
+TREE = Draft(tokens=torch.tensor([5, 6, 7, 8, 9, 10, 11]), parents=(-1, -1, 0, 0, 1, 2, 5))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "no shared keys": ("llama", {"num_key_value_heads": 4}),
+    "wide heads": ("llama", {"head_dim": 16}),
+    "scaled angles": ("llama", {"rope_parameters": LLAMA3}),
+    "dynamic angles": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+}
+BFLOAT16 = can_pack(torch.bfloat16, torch.device("cpu"))
+
+
+def text_of(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.fixture(scope="module", params=sorted(VARIANTS))
+def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[HFCausal]:
+    """The same random model on both paths, float32."""
+    kind, changes = VARIANTS[request.param]
+    path = tiny_models.build(kind, tmp_path_factory.mktemp("model"), **changes)
+    if "bias" in request.param:
+        fill_biases(path)
+    pair = [load_target(path, dtype="float32", device="cpu", fused=fused) for fused in (True, False)]
+    assert [type(target) for target in pair] == [FusedCausal, HFCausal]
+    return pair
+
+
+def fill_biases(path: Path) -> None:
+    """Biases begin as zeros, which would hide their loss."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    for name, weight in weights.items():
+        if name.endswith("bias"):
+            weight.copy_(torch.arange(len(weight)) % 5 * 0.1)
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def caches(targets: list[HFCausal], length: int) -> list[tuple[KVCache, BlockTable]]:
+    """One empty cache a target, with room for a text."""
+    made = [(target.make_kv(length), BlockTable()) for target in targets]
+    for kv, table in made:
+        assert kv.pool.grow(table, length)
+    return made
+
+
+def agree(targets: list[HFCausal], batches: list[Batch], kvs: list[KVCache], layers: tuple[int, ...]) -> None:
+    """Both give the same logits and hidden states."""
+    one, other = (
+        target.forward(batch, kv, layers) for target, batch, kv in zip(targets, batches, kvs, strict=True)
+    )
+    torch.testing.assert_close(one.logits, other.logits, atol=1e-4, rtol=1e-4)
+    for mine, theirs in zip(one.hidden, other.hidden, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-4, rtol=1e-4)
+
+
+def test_a_prompt_in_chunks_then_drafts(twins: list[HFCausal]) -> None:
+    """Chunks, one row alone, a chain and a tree; hidden states from the embedding to behind the last norm."""
+    text, made = text_of(75, 1), caches(twins, 100)
+    kvs = [kv for kv, _ in made]
+    passes: list[tuple[int, int, Draft | None, tuple[int, ...]]] = [
+        (0, 40, None, ()),
+        (40, 70, None, (0, 3)),
+        (70, 74, NO_DRAFT, (1, -1)),
+        (74, 75, NO_DRAFT, (0, 1, 2, 3)),
+        (74, 75, chain([4, 5, 6]), (2,)),
+        (74, 75, TREE, ()),
+    ]
+    for start, stop, draft, layers in passes:
+        batches = [make_batch([Feed(text[start:stop], start, table, draft)]) for _, table in made]
+        agree(twins, batches, kvs, layers)
+
+
+def test_a_ragged_batch(twins: list[HFCausal]) -> None:
+    """Prompts, a decoding row, a chain and a tree share one pass."""
+    texts = [text_of(length, length) for length in (50, 1, 20, 33)]
+    cached, drafts = [0, 0, 19, 32], [NO_DRAFT, TREE, NO_DRAFT, chain([4, 3, 4])]
+    kvs, first, second = [], [], []
+    for target in twins:
+        kv = target.make_kv(512)
+        tables = [BlockTable() for _ in texts]
+        for table, text in zip(tables, texts, strict=True):
+            assert kv.pool.grow(table, len(text) + BLOCK)
+        rows = list(zip(texts, cached, tables, drafts, strict=True))
+        kvs.append(kv)
+        first.append(make_batch([Feed(text[:n], 0, table, None) for text, n, table, _ in rows if n]))
+        second.append(make_batch([Feed(text[n:], n, table, draft) for text, n, table, draft in rows]))
+    agree(twins, first, kvs, (1,))
+    agree(twins, second, kvs, (0, 3))
+
+
+@pytest.mark.skipif(not BFLOAT16, reason="this CPU packs no bfloat16")
+def test_bfloat16_is_near(tmp_path: Path) -> None:
+    path = tiny_models.build("llama", tmp_path)
+    twins = [load_target(path, dtype="bfloat16", device="cpu", fused=fused) for fused in (True, False)]
+    assert isinstance(twins[0], FusedCausal)
+    text = text_of(30, 3)
+    one, other = (
+        target.forward(make_batch([Feed(text, 0, table, TREE)]), kv).logits.float()
+        for target, (kv, table) in zip(twins, caches(twins, 64), strict=True)
+    )
+    assert (one - other).norm() < 0.03 * other.norm()
+
+
+def test_a_twin_that_disagrees_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tiny_models.build("llama", tmp_path)
+    monkeypatch.setattr("foredraft.models.fused.swiglu", lambda gate_up: gate_up.chunk(2, dim=-1)[1])
+    with caplog.at_level(logging.WARNING):
+        target = load_target(path, dtype="float32")
+    assert type(target) is HFCausal
+    assert "disagrees" in caplog.text
+    kv, table = caches([target], 32)[0]
+    assert target.forward(make_batch([Feed([5, 6], 0, table, NO_DRAFT)]), kv).logits.isfinite().all()
+
+
+def test_other_architectures_keep_their_modules(tmp_path: Path) -> None:
+    assert type(load_target(tiny_models.build("gpt2", tmp_path), dtype="float32")) is HFCausal
+
+
+@pytest.mark.skipif(not BFLOAT16, reason="this CPU packs no bfloat16")
+@pytest.mark.parametrize(("outputs", "inputs"), [(64, 96), (48, 1536), (40, 4864)])
+def test_a_packed_row_does_not_depend_on_its_neighbours(outputs: int, inputs: int) -> None:
+    """Bit for bit, from one row to more than a draft has."""
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(rows, inputs, generator=generator).bfloat16() for rows in (outputs, 40))
+    linear = pack(weight)
+    together = linear(x)
+    assert torch.equal(torch.cat([linear(row) for row in x.split(1)]), together)
+    assert torch.equal(linear(x[0]), together[0])
+    for rows in (2, 3, 5, 8, 17):
+        assert torch.equal(linear(x[:rows]), together[:rows])
+    assert linear(x[:0]).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bias", [True, False])
+def test_layers_packed_together_are_the_layers_side_by_side(dtype: torch.dtype, bias: bool) -> None:
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(16, width, bias=bias, dtype=dtype) for width in (8, 12)]
+    x = torch.randn(5, 16, dtype=dtype)
+    with torch.inference_mode():
+        wanted = torch.cat([layer(x) for layer in layers], dim=-1)
+        torch.testing.assert_close(pack_together(layers)(x), wanted, atol=2e-2, rtol=2e-2)
