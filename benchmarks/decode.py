@@ -4,7 +4,7 @@ Each prompt is decoded by every arm, one after another, in an order that rotates
 a warm-up. Ratios are of total tokens per second, with a 95 % bootstrap interval over prompts.
 
     python benchmarks/decode.py --prompts prompts/*.jsonl --limit 20 --out results/decode.jsonl
-    python benchmarks/decode.py --arms transformers,plain,ngram            # the demo's built-in prompts
+    python benchmarks/decode.py --arms plain,ngram,suffix                   # the demo's built-in prompts
 
 Prompt files are JSONL with `id`, `category` and `messages`.
 """
@@ -82,7 +82,9 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--model", default="smollm2-135m")
     cli.add_argument("--prompts", type=Path, nargs="*", help="JSONL files; without any, the demo's prompts")
     cli.add_argument("--limit", type=int, default=20, help="use the first N rows of each file")
-    cli.add_argument("--arms", type=lambda text: text.split(","), default=["transformers", "plain", "ngram"])
+    cli.add_argument(
+        "--arms", type=lambda text: text.split(","), default=["transformers", "plain", "ngram", "suffix"]
+    )
     cli.add_argument("--max-tokens", type=int, default=128)
     cli.add_argument("--temperature", type=float, default=0.0)
     cli.add_argument("--dtype", default="bfloat16")

@@ -17,7 +17,7 @@ from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BlockPool, BlockTable, KVCache
 from foredraft.engine.protocols import Proposer
 from foredraft.engine.sequence import Sequence
-from foredraft.propose import DraftModelProposer, NgramProposer
+from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import penalize, to_laws
 from foredraft.text import TextStream
 from foredraft.types import Draft, SamplingParams, StepOutput, Verdict
@@ -78,6 +78,7 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "random trees": lambda: RandomProposer(TARGET),
     "random chains": lambda: RandomProposer(TARGET, chain=True),
     "ngram": lambda: NgramProposer(min_size=1),
+    "suffix": lambda: SuffixProposer(memory_tokens=100),
     "same model": lambda: draft_model(TARGET),
     "near model": lambda: draft_model(NearTarget(VOCAB, seed=1)),
     "near tree": lambda: draft_model(NearTarget(VOCAB, seed=1), (3, 2, 2)),

@@ -18,7 +18,7 @@ from fakes import ContextTarget, RandomProposer
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.protocols import Proposer
-from foredraft.propose import DraftModelProposer, NgramProposer
+from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import penalize, to_laws
 from foredraft.types import SamplingParams
 
@@ -36,6 +36,7 @@ def proposers() -> dict[str, Proposer | None]:
     return {
         "plain": None,
         "ngram": NgramProposer(min_size=1),
+        "suffix": SuffixProposer(memory_tokens=1000),
         "random trees": RandomProposer(target()),
         "draft model": DraftModelProposer(other, vocab_size=VOCAB, kv_tokens=50 * 64),
         "draft tree": DraftModelProposer(other, vocab_size=VOCAB, kv_tokens=50 * 64, tree=(2, 2, 1)),

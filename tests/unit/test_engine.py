@@ -15,7 +15,7 @@ from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BLOCK
 from foredraft.errors import CapacityError, ConfigError
-from foredraft.propose import DraftModelProposer, NgramProposer
+from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.types import Needs, SamplingParams, StepOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
@@ -67,6 +67,7 @@ PROPOSERS = {
     "random trees": lambda target: RandomProposer(target),
     "random chains": lambda target: RandomProposer(target, chain=True),
     "ngram": lambda target: NgramProposer(min_size=1),
+    "suffix": lambda target: SuffixProposer(memory_tokens=1000),
     "same model": lambda target: DraftModelProposer(
         ContextTarget(target.vocab_size, seed=target.seed), vocab_size=target.vocab_size, kv_tokens=4096
     ),

@@ -20,7 +20,7 @@ from foredraft import LLM
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.protocols import Proposer
-from foredraft.propose import DraftModelProposer, NgramProposer
+from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import Noise, draw, to_laws
 from foredraft.types import SamplingParams, StepOutput
 from tiny_tokenizers import build_chat_model
@@ -46,6 +46,7 @@ DRAFTERS: dict[str, Callable[[], Proposer]] = {
     "other model, tree": other_tree,
     "random trees": lambda: RandomProposer(ContextTarget(VOCAB)),
     "ngram": lambda: NgramProposer(min_size=1),
+    "suffix": lambda: SuffixProposer(),
 }
 every_drafter = pytest.mark.parametrize("drafter", DRAFTERS)
 

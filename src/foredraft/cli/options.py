@@ -30,7 +30,14 @@ class Loading:
     model: Annotated[str, _option(MODEL, "Zoo name, directory, Hugging Face id or .gguf file.")] = (
         "smollm2-135m"
     )
-    draft: Annotated[str, _option(MODEL, "none, ngram, or a smaller model named as --model is.")] = "ngram"
+    draft: Annotated[
+        str,
+        _option(
+            MODEL,
+            "none, ngram, suffix, suffix-shared (looks through earlier answers too), "
+            "or a smaller model named as --model is.",
+        ),
+    ] = "ngram"
     budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
         "auto"
     )

@@ -3,5 +3,6 @@
 from foredraft.propose.draft_model import DraftModelProposer
 from foredraft.propose.factory import Drafting, load_draft, make_drafting
 from foredraft.propose.ngram import NgramProposer
+from foredraft.propose.suffix import SuffixProposer
 
-__all__ = ["DraftModelProposer", "Drafting", "NgramProposer", "load_draft", "make_drafting"]
+__all__ = ["DraftModelProposer", "Drafting", "NgramProposer", "SuffixProposer", "load_draft", "make_drafting"]

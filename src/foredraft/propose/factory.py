@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,15 @@ from foredraft.errors import ConfigError
 from foredraft.models import HFCausal, load_target
 from foredraft.propose.draft_model import DraftModelProposer
 from foredraft.propose.ngram import NgramProposer
+from foredraft.propose.suffix import MEMORY_TOKENS, SuffixProposer
 from foredraft.propose.vocabulary import check_same_vocabulary
 
-_LONGEST = {"ngram": 15, "model": 8}  # longest draft that "auto" chooses
+_LOOKUPS: dict[str, Callable[[], Proposer]] = {
+    "ngram": NgramProposer,
+    "suffix": SuffixProposer,
+    "suffix-shared": lambda: SuffixProposer(memory_tokens=MEMORY_TOKENS),
+}
+_LONGEST = {"lookup": 15, "model": 8}  # longest draft that "auto" chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +38,7 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
 
     Raises ConfigError if its vocabulary is not the target's, or what loading a model raises.
     """
-    if draft is None or draft in ("none", "ngram"):
+    if draft is None or draft in ("none", *_LOOKUPS):
         return None
     from transformers import AutoTokenizer
 
@@ -50,8 +57,8 @@ def make_drafting(
     budget: int | Literal["auto"] = "auto",
     tree: tuple[int, ...] | None = None,
 ) -> Drafting:
-    """Return the drafting of `draft`: None or "none", "ngram", or the name of `model`, as load_draft returned
-    it.
+    """Return the drafting of `draft`: None or "none", "ngram", "suffix" (over the request's own text),
+    "suffix-shared" (over earlier answers too), or the name of `model`, as load_draft returned it.
 
     A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
     only. Raises ConfigError on options.
@@ -63,8 +70,8 @@ def make_drafting(
     if model is not None:
         proposer: Proposer = DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
         longest = sum(tree) if tree else _LONGEST["model"]
-    elif draft == "ngram":
-        proposer, longest = NgramProposer(), _LONGEST["ngram"]
+    elif draft in _LOOKUPS:
+        proposer, longest = _LOOKUPS[str(draft)](), _LONGEST["lookup"]
     else:
         return Drafting()
     if budget == "auto" and tree is None:
