@@ -33,6 +33,11 @@ def _counts_output(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
+def forbid(logits: Tensor, allowed: Tensor) -> Tensor:
+    """Return logits [rows, vocab] in float32 with what is not `allowed` (bool, the same shape) ruled out."""
+    return logits.float().masked_fill(~allowed.to(logits.device), -torch.inf)
+
+
 def penalize(
     logits: Tensor,
     params: SamplingParams,

@@ -281,3 +281,16 @@ class TextSink(Protocol):
 
     def take(self, *, final: bool) -> str:
         """Return the text that is safe to show and was not shown before; everything that is left if final."""
+
+
+class Grammar(Protocol):
+    """What one request may say next. It stands behind the emitted tokens; the engine owns one per request."""
+
+    def allowed(self, paths: Sequence[Sequence[int]]) -> Tensor:
+        """Return which tokens may follow each path of guesses, bool [paths, vocab] on the CPU; () is the root.
+
+        After a path that the grammar itself forbids every token is: no such node can be reached.
+        """
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Move behind tokens that were emitted."""

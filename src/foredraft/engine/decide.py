@@ -54,8 +54,10 @@ def _rule(seq: Sequence, draft: Draft) -> Rule:
 def _job(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -> Job:
     """Apply the processors at every node with the node's own history."""
     params = seq.params
+    if seq.grammar is not None:
+        logits = sampling.forbid(logits, seq.grammar.allowed(_histories([], draft)))
     if sampling.needs_history(params):
-        outputs = _histories(seq, draft)
+        outputs = _histories(seq.output, draft)
         logits = sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, eos_ids)
     rows = sampling.add_bias(logits, params) if params.greedy else sampling.to_laws(logits, params)
     return Job(draft, rows, seq.noise, len(seq.tokens))
@@ -69,9 +71,9 @@ def _verify(rule: Rule, job: Job) -> Verdict:
     return verify(job.draft, job.rows, job.noise, job.pos)
 
 
-def _histories(seq: Sequence, draft: Draft) -> list[list[int]]:
+def _histories(output: list[int], draft: Draft) -> list[list[int]]:
     """Return the output up to the root, then up to each node."""
-    histories = [seq.output]
+    histories = [output]
     for token, parent in zip(draft.tokens.tolist(), draft.parents, strict=True):
         histories.append([*histories[parent + 1], token])
     return histories

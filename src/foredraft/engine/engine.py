@@ -26,6 +26,7 @@ from foredraft.errors import CapacityError, ConfigError
 from foredraft.sampling import Noise
 from foredraft.types import (
     Draft,
+    Grammar,
     SamplingParams,
     SpecStats,
     StepOutput,
@@ -59,6 +60,15 @@ class EngineConfig:
                 f"max_batch_tokens={self.max_batch_tokens} cannot feed max_seqs={self.max_seqs} sequences: "
                 f"use {self.max_seqs} or more"
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that run and wait, and the share of the cache that the running ones hold."""
+
+    running: int
+    waiting: int
+    kv_use: float
 
 
 class Engine:
@@ -97,11 +107,30 @@ class Engine:
         """True while step() has something to do or to report."""
         return bool(self._seqs or self._cancelled)
 
-    def add(self, prompt_ids: Seq[int], params: SamplingParams, request_id: str | None = None) -> str:
-        """Queue a request and return its id. Raises ConfigError or CapacityError, and then queues nothing."""
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        pool = self._kv.pool
+        running = len(self._scheduler.running)
+        return Load(running, len(self._scheduler.waiting), 1 - pool.free / pool.size)
+
+    def add(
+        self,
+        prompt_ids: Seq[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        *,
+        grammar: Grammar | None = None,
+    ) -> str:
+        """Queue a request and return its id. Raises ConfigError or CapacityError, and then queues nothing.
+
+        `grammar`, this request's own, says what may be emitted.
+        """
         if request_id is None:
             request_id = f"request-{self._added}"
         self._check(prompt_ids, params, request_id)
+        if grammar is not None and (params.min_tokens or params.ignore_eos):
+            raise ConfigError("a grammar decides where an answer ends: leave min_tokens and ignore_eos out")
         self._added += 1
         room = min(self.config.max_len, self._kv.pool.tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
@@ -114,6 +143,7 @@ class Engine:
             noise=Noise(seed),
             sink=self._make_sink(params) if self._make_sink else None,
             arrived_s=self._clock(),
+            grammar=grammar,
         )
         self._seqs[request_id] = seq
         self._scheduler.add(seq)
@@ -222,6 +252,8 @@ class Engine:
                 sources.append(torch.cat([seq.table.slot_ids(first + n, first + n + 1) for n in kept]))
                 targets.append(seq.table.slot_ids(first, first + len(kept)))
             seq.tokens += emission.token_ids
+            if seq.grammar is not None:
+                seq.grammar.advance(emission.token_ids)
             seq.kv_len = len(seq.tokens) - 1
             self._kv.pool.shrink(seq.table, len(seq.tokens))
             self._remember(seq)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from foredraft.engine.kv import BlockTable
 from foredraft.sampling import Noise
-from foredraft.types import SamplingParams, SpecStats, TextSink
+from foredraft.types import Grammar, SamplingParams, SpecStats, TextSink
 
 
 @dataclass(slots=True, eq=False)
@@ -21,6 +21,7 @@ class Sequence:
     noise: Noise
     sink: TextSink | None
     arrived_s: float
+    grammar: Grammar | None = None
     kv_len: int = 0
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of its text
     remembered: int = 0  # how many of its blocks the pool knows by key

@@ -138,12 +138,14 @@ class DraftModelProposer:
             self._draw(draft, logits[0], frontier[0])
 
     def _processed(self, draft: _Growing, logits: Tensor, frontier: Seq[int]) -> Tensor:
-        """Apply the request's penalties at every node with the node's own history."""
+        """Apply the request's grammar and penalties at every node with the node's own history."""
         params, seq = draft.seq.params, draft.seq
-        if not sampling.needs_history(params):
+        if seq.grammar is None and not sampling.needs_history(params):
             return logits
-        paths = [path_to(draft.parents, node) for node in frontier]
-        outputs = [seq.output + [draft.tokens[node] for node in path] for path in paths]
+        paths = [[draft.tokens[n] for n in path_to(draft.parents, node)] for node in frontier]
+        if seq.grammar is not None:
+            logits = sampling.forbid(logits, seq.grammar.allowed(paths))
+        outputs = [seq.output + path for path in paths]
         return sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, frozenset())
 
     def _best(self, draft: _Growing, logits: Tensor, frontier: Seq[int], size: int) -> None:
@@ -152,8 +154,9 @@ class DraftModelProposer:
         best, tokens = logs.topk(min(size, logs.shape[-1]), dim=-1)
         scores, places = (best + known.to(best)[:, None]).flatten().topk(min(size, best.numel()))
         for score, place in zip(scores.tolist(), places.tolist(), strict=True):
-            parent = frontier[place // best.shape[1]]
-            self._add(draft, int(tokens.flatten()[place]), parent, score)
+            if score > float("-inf"):  # else a grammar forbids it
+                parent = frontier[place // best.shape[1]]
+                self._add(draft, int(tokens.flatten()[place]), parent, score)
 
     def _draw(self, draft: _Growing, logits: Tensor, parent: int) -> None:
         params, noise = draft.seq.params, draft.seq.noise
