@@ -1,0 +1,226 @@
+"""An OpenAI-compatible server as a client sees it: who it is, one request, its counters."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+from foredraft.errors import ConfigError, ForedraftError
+from foredraft.measure.acceptance import Counters, parse_metrics
+
+_CONNECT_S = 10.0
+_BODY_SHOWN = 200  # characters of a server's complaint
+
+
+class RequestFailed(ForedraftError):
+    """A server refused or broke off a request. status: the HTTP status, None if there was none."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInfo:
+    """One answered token as the server writes it, its log-probability, and those of the likeliest tokens."""
+
+    token: str
+    logprob: float
+    top: Mapping[str, float]
+
+
+@dataclass(slots=True)
+class Reply:
+    """One answer. Times in seconds since the request was sent; usage as the server claims it. `tokens` and
+    `ids` are None where the server does not give them. `last` is the response, or what its chunks said
+    beside the text.
+    """
+
+    text: str = ""
+    tokens: list[TokenInfo] | None = None
+    ids: list[int] | None = None
+    finish: str | None = None
+    usage: int | None = None
+    prompt_tokens: int | None = None
+    chunks: int = 0
+    first_text: str = ""
+    first_known: int | None = None  # tokens in the first chunk, where the server tells
+    sent_s: float = 0.0
+    ttft_s: float | None = None
+    total_s: float = 0.0
+    last: dict[str, Any] = field(default_factory=dict)
+
+    def take(self, chunk: Mapping[str, Any], now: float) -> None:
+        """Add a response, or a chunk of one."""
+        for key in ("metrics", "timings", "meta_info"):
+            if chunk.get(key) is not None:
+                self.last[key] = chunk[key]
+        usage = chunk.get("usage")
+        if isinstance(usage, Mapping):
+            self.usage, self.prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
+        for choice in chunk.get("choices") or ():
+            self._take_choice(choice, now)
+
+    def _take_choice(self, choice: Mapping[str, Any], now: float) -> None:
+        said = choice.get("delta") or choice.get("message") or {}
+        piece = said.get("reasoning_content") or said.get("reasoning") or ""
+        piece += said.get("content") or choice.get("text") or ""
+        tokens = _tokens(choice.get("logprobs"))
+        ids = choice.get("token_ids")
+        known = len(ids) if ids else len(tokens) if tokens else None
+        if choice.get("finish_reason"):
+            self.finish = choice["finish_reason"]
+        if piece or known:
+            self.chunks += 1
+            if self.ttft_s is None:
+                self.ttft_s, self.first_text, self.first_known = now, piece, known
+            self.text += piece
+        if tokens:
+            self.tokens = (self.tokens or []) + tokens
+        if ids:
+            self.ids = (self.ids or []) + list(ids)
+        self.total_s = now
+
+
+def _tokens(logprobs: Any) -> list[TokenInfo]:
+    """Read log-probabilities as chat completions (content) or completions (tokens) give them."""
+    if not isinstance(logprobs, Mapping):
+        return []
+    if logprobs.get("content"):
+        return [
+            TokenInfo(
+                _name(entry),
+                float(entry["logprob"]),
+                {_name(top): float(top["logprob"]) for top in entry.get("top_logprobs") or ()},
+            )
+            for entry in logprobs["content"]
+        ]
+    if not logprobs.get("tokens"):
+        return []
+    tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
+    values = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=False)
+    return [TokenInfo(str(token), float(value), dict(top or {})) for token, value, top in values]
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    """A token's text; its bytes where the text alone does not tell it from others (half characters)."""
+    token = str(entry["token"])
+    if "\ufffd" in token and entry.get("bytes"):
+        return "bytes:" + ",".join(map(str, entry["bytes"]))
+    return token
+
+
+class Client:
+    """Asks one server. `model` is the name it is asked for; connect() finds it if it is None."""
+
+    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"{url!r} is no URL of a server: give one like http://localhost:8000")
+        self.model = model
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx2.Timeout(None, connect=_CONNECT_S)
+        limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
+        self._http = httpx2.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
+
+    async def connect(self) -> str:
+        """Return the name of the model that is served; raises ConfigError if there is no such server or
+        model.
+        """
+        try:
+            response = await self._http.get("/v1/models")
+        except httpx2.HTTPError as error:
+            raise ConfigError(f"no server answers at {self.url}: {error or type(error).__name__}") from error
+        if response.status_code in (401, 403):
+            raise ConfigError(
+                f"{self.url} refuses this key (HTTP {response.status_code}): give --api-key, or set OPENAI_API_KEY"
+            )
+        try:
+            names = [str(entry["id"]) for entry in response.json()["data"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"{self.url}/v1/models gives no list of models (HTTP {response.status_code}): is it an "
+                "OpenAI-compatible server?"
+            ) from error
+        if self.model is None:
+            if not names:
+                raise ConfigError(f"{self.url} serves no model: give --model-name")
+            self.model = names[0]
+        if names and self.model not in names:
+            raise ConfigError(f"{self.url} serves no {self.model!r} but {', '.join(names)}: give --model-name")
+        return self.model
+
+    async def ask(self, endpoint: str, body: Mapping[str, Any], *, stream: bool = False) -> Reply:
+        """Send one request and return its answer; raises RequestFailed."""
+        sent = {"model": self.model, **body}
+        if stream:
+            sent |= {"stream": True, "stream_options": {"include_usage": True}}
+        reply = Reply(sent_s=time.perf_counter())
+        try:
+            async with self._http.stream("POST", endpoint, json=sent) as response:
+                if response.status_code != 200:
+                    text = (await response.aread()).decode(errors="replace")
+                    raise RequestFailed(
+                        f"HTTP {response.status_code}: {_complaint(text)}", response.status_code
+                    )
+                if stream:
+                    await self._read_events(response, reply)
+                else:
+                    self._read_whole(await response.aread(), reply)
+        except httpx2.HTTPError as error:
+            raise RequestFailed(f"the connection broke: {error or type(error).__name__}") from error
+        return reply
+
+    async def _read_events(self, response: httpx2.Response, reply: Reply) -> None:
+        done = False
+        async for line in response.aiter_lines():
+            data = line.removeprefix("data:").strip() if line.startswith("data:") else ""
+            if data == "[DONE]":
+                done = True
+            elif data:
+                reply.take(_parsed(data), time.perf_counter() - reply.sent_s)
+        if not done and reply.finish is None:
+            raise RequestFailed("the stream ended without a finish_reason")
+
+    def _read_whole(self, data: bytes, reply: Reply) -> None:
+        reply.take(_parsed(data), time.perf_counter() - reply.sent_s)
+        if reply.finish is None:
+            raise RequestFailed("the answer has no choices with a finish_reason: no OpenAI reply")
+
+    async def counters(self) -> Counters:
+        """Return what the server counts of speculation; empty if it does not tell."""
+        for route in ("/metrics", "/prometheus/metrics"):
+            try:
+                response = await self._http.get(route)
+            except httpx2.HTTPError:
+                return {}
+            found = parse_metrics(response.text) if response.status_code == 200 else {}
+            if found:
+                return found
+        return {}
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+
+def _parsed(data: str | bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except ValueError as error:
+        raise RequestFailed(f"no JSON but {_complaint(str(data))}") from error
+    if not isinstance(value, dict):
+        raise RequestFailed(f"no JSON object but {_complaint(str(data))}")
+    if "error" in value:
+        raise RequestFailed(_complaint(json.dumps(value["error"])))
+    return value
+
+
+def _complaint(text: str) -> str:
+    line = " ".join(text.split())
+    return line[:_BODY_SHOWN] + ("…" if len(line) > _BODY_SHOWN else "")

@@ -1,0 +1,209 @@
+"""What a measurement leaves behind: JSONL with one header, one line a request, one line of server counters a
+block.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TextIO, TypeVar
+
+from foredraft.errors import ConfigError
+from foredraft.rows import read_rows
+
+FORMAT = 1
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """What became of drafts, in the words of docs/architecture.md. None: the engine does not tell.
+
+    `emitted` are the tokens of the same requests. `source` says where the figures come from and how they were
+    converted.
+    """
+
+    source: str
+    steps: int | None = None
+    drafted: int | None = None
+    levels: int | None = None
+    accepted: int | None = None
+    emitted: int | None = None
+    accepted_at: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One request under one arm and load. Times in seconds; start_s since the run began, the others since
+    the request was sent. `emitted` counts tokens; `first_tokens` of them came with the first. `reported` is
+    the usage that a server claims. `ids` where they are known.
+    """
+
+    id: str
+    category: str
+    arm: str
+    load: str
+    block: int
+    start_s: float
+    total_s: float
+    ttft_s: float | None = None
+    emitted: int = 0
+    first_tokens: float = 1.0
+    chunks: int = 0
+    reported: int | None = None
+    finish: str | None = None
+    error: str | None = None
+    text: str = ""
+    ids: tuple[int, ...] | None = None
+    acceptance: Acceptance | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCounters:
+    """What a server's counters grew by while one arm served one block of requests."""
+
+    arm: str
+    load: str
+    block: int
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class ArmInfo:
+    """An arm as the header names it. counter: what tokens were counted from."""
+
+    name: str
+    kind: str
+    model: str
+    draft: str
+    where: str
+    counter: str
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a reader needs to repeat the run. The first arm is the baseline."""
+
+    command: str
+    time: str
+    machine: Mapping[str, Any]
+    versions: Mapping[str, str]
+    arms: tuple[ArmInfo, ...]
+    loads: tuple[str, ...]
+    requests: int
+    seed: int
+    max_tokens: int
+    format: int = FORMAT
+
+
+@dataclass(slots=True)
+class Record:
+    """A whole measurement."""
+
+    header: Header
+    results: list[Result] = field(default_factory=list)
+    counters: list[BlockCounters] = field(default_factory=list)
+
+    @property
+    def arms(self) -> list[str]:
+        """The names of the arms, the baseline first."""
+        return [arm.name for arm in self.header.arms]
+
+    def pick(self, arm: str, load: str, category: str | None = None) -> list[Result]:
+        """Return the results of an arm at a load, of one category or all."""
+        return [
+            r
+            for r in self.results
+            if (r.arm, r.load) == (arm, load) and (category is None or r.category == category)
+        ]
+
+    @property
+    def categories(self) -> list[str]:
+        """The categories in the order they were met."""
+        return list(dict.fromkeys(r.category for r in self.results))
+
+
+class RecordFile:
+    """Writes a measurement line by line, so that an interrupt loses nothing."""
+
+    def __init__(self, path: Path | None, header: Header) -> None:
+        self.record = Record(header)
+        self._file: TextIO | None = None
+        if path is not None:
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = path.open("w", encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(f"--out {path} cannot be written: {error}") from error
+        self._write("header", header)
+
+    def add(self, result: Result) -> None:
+        """Keep one request."""
+        self.record.results.append(result)
+        self._write("request", result)
+
+    def add_counters(self, counters: BlockCounters) -> None:
+        """Keep what a server counted over one block."""
+        self.record.counters.append(counters)
+        self._write("counters", counters)
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, kind: str, value: Header | Result | BlockCounters) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps({"kind": kind, **asdict(value)}, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+
+def read_record(paths: Iterable[Path]) -> Record:
+    """Read one measurement, or several that differ in their arms or loads, as one; raises ConfigError."""
+    record: Record | None = None
+    for path in paths:
+        for where, row in read_rows(path):
+            try:
+                record = _take(row, record)
+            except (KeyError, TypeError, ValueError) as error:
+                raise ConfigError(f"{where} is no line of a measurement: {error}") from error
+    if record is None or not record.results:
+        raise ConfigError("there is no measured request in the file: give what `foredraft measure --out` wrote")
+    return record
+
+
+def _take(row: dict[str, Any], record: Record | None) -> Record:
+    kind = row.pop("kind", None)
+    if kind == "header":
+        if row.get("format") != FORMAT:
+            raise ValueError(f"format {row.get('format')!r} is not {FORMAT}, which this version reads")
+        header = _make(Header, row | {"arms": tuple(_make(ArmInfo, arm) for arm in row["arms"])})
+        return Record(header) if record is None else _joined(record, header)
+    if record is None:
+        raise ValueError("the header is missing")
+    if row.get("acceptance") is not None:
+        row["acceptance"] = _make(Acceptance, row["acceptance"])
+    if kind == "request":
+        record.results.append(_make(Result, row))
+    elif kind == "counters":
+        record.counters.append(_make(BlockCounters, row))
+    else:
+        raise ValueError(f"kind {kind!r} is unknown")
+    return record
+
+
+def _joined(record: Record, other: Header) -> Record:
+    """Several files are one measurement: arms and loads are united, the first file's baseline stays."""
+    mine = record.header
+    arms = mine.arms + tuple(arm for arm in other.arms if arm.name not in {a.name for a in mine.arms})
+    loads = tuple(dict.fromkeys(mine.loads + other.loads))
+    values = {item.name: getattr(mine, item.name) for item in fields(mine)} | {"arms": arms, "loads": loads}
+    return Record(Header(**values), record.results, record.counters)
+
+
+def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
+    """Return a record from JSON values, lists as tuples; raises TypeError on names that do not fit."""
+    return kind(**{name: tuple(value) if isinstance(value, list) else value for name, value in row.items()})

@@ -1,0 +1,155 @@
+"""What is asked, and how fast: requests from files or built in, and loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from foredraft.errors import ConfigError
+from foredraft.rows import read_rows, request_body
+
+# What is set by us, without effect, or about the request rather than of it.
+_NOT_SENT = ("stream", "stream_options", "n", "user", "model", "metadata", "id", "category", "source", "text")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request: an OpenAI body with "messages" or "prompt", and what is known about it. where: file:line."""
+
+    id: str
+    category: str
+    body: dict[str, Any]
+    where: str
+
+    @property
+    def endpoint(self) -> str:
+        """The route it goes to."""
+        return "/v1/chat/completions" if "messages" in self.body else "/v1/completions"
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest answer it takes."""
+        return int(self.body["max_tokens"])
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """So many requests at once, or so many arriving per second (Poisson)."""
+
+    concurrency: int | None = None
+    rate: float | None = None
+
+    @property
+    def label(self) -> str:
+        """As tables and records show it."""
+        return str(self.concurrency) if self.concurrency is not None else f"{self.rate:g}/s"
+
+    def arrivals(self, count: int, seed: int) -> Iterator[float]:
+        """Yield the second at which each request arrives; all at 0 for a concurrency."""
+        if self.rate is None:
+            yield from [0.0] * count
+            return
+        gaps = np.random.default_rng(seed).exponential(1 / self.rate, size=count)
+        yield from np.cumsum(gaps).tolist()
+
+
+def parse_loads(text: str, rates: str = "") -> list[Load]:
+    """Return the loads of "1,4,16" and rates of "0.5,2"; raises ConfigError."""
+    loads = []
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        if not part.isdecimal() or not 1 <= int(part) <= 4096:
+            raise ConfigError(f"--load {part!r} is no load: give requests at once, 1 to 4096, as 1,4,16")
+        loads.append(Load(concurrency=int(part)))
+    for part in filter(None, (part.strip() for part in rates.split(","))):
+        try:
+            rate = float(part)
+        except ValueError:
+            rate = 0.0
+        if not 0 < rate < 1e5:
+            raise ConfigError(f"--rate {part!r} is no rate: give requests per second, as 0.5,2")
+        loads.append(Load(rate=rate))
+    if not loads:
+        raise ConfigError("there is no load: give --load 1,4,16 or --rate 0.5,2")
+    return loads
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """What a request that does not say gets: the longest answer, the temperature, and a seed each."""
+
+    max_tokens: int = 128
+    temperature: float = 0.0
+    seed: int = 0
+
+
+def load_asks(files: Sequence[Path], defaults: Defaults, limit: int | None = None) -> list[Ask]:
+    """Return the requests of JSONL files (the built-in ones without a file), of each file the first `limit`.
+
+    A line is an OpenAI body, {"body": …} as a server captures it, or {"id", "category", "messages"}. Raises
+    ConfigError naming the line.
+    """
+    asks: list[Ask] = []
+    for path in files:
+        rows = list(read_rows(path))[:limit]
+        if not rows:
+            raise ConfigError(f"{path} has no request: give JSONL with messages or prompt")
+        asks += [_ask(row, where, len(asks) + place, defaults) for place, (where, row) in enumerate(rows)]
+    if not files:
+        text = resources.files("foredraft").joinpath("demo_prompts.json").read_text(encoding="utf-8")
+        rows = [
+            ("built-in", {**row, "messages": [{"role": "user", "content": row["text"]}]})
+            for row in json.loads(text)
+        ]
+        asks = [_ask(row, where, place, defaults) for place, (where, row) in enumerate(rows[:limit])]
+    counts = {ask.id: 0 for ask in asks}
+    for ask in asks:
+        counts[ask.id] += 1
+    return [
+        Ask(f"{ask.id}#{place}", ask.category, ask.body, ask.where) if counts[ask.id] > 1 else ask
+        for place, ask in enumerate(asks)
+    ]
+
+
+def _ask(row: dict[str, Any], where: str, place: int, defaults: Defaults) -> Ask:
+    body = request_body(row, where)
+    _check_messages(body, where)
+    if body.get("n", 1) != 1:
+        raise ConfigError(f"{where} asks for n={body['n']} answers: measure asks for one at a time")
+    longest = body.pop("max_completion_tokens", None) or body.get("max_tokens") or defaults.max_tokens
+    if not isinstance(longest, int) or longest < 1:
+        raise ConfigError(f"{where} has max_tokens {longest!r}: use a whole number from 1")
+    kept = {name: value for name, value in body.items() if name not in _NOT_SENT and value is not None}
+    kept["max_tokens"] = min(longest, defaults.max_tokens)
+    kept.setdefault("temperature", defaults.temperature)
+    kept.setdefault("seed", defaults.seed + place)
+    return Ask(str(row.get("id", f"r{place:03d}")), str(row.get("category", "all")), kept, where)
+
+
+def _check_messages(body: dict[str, Any], where: str) -> None:
+    for index, message in enumerate(body.get("messages", ())):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ConfigError(f'{where}: messages[{index}] is no {{"role": …, "content": …}}')
+    if "messages" in body and not body["messages"]:
+        raise ConfigError(f"{where} has no message but the assistant's own: give what the user says")
+
+
+def repeated(asks: Sequence[Ask], count: int) -> list[Ask]:
+    """Return the requests, again from the start under new ids and seeds if there are fewer than `count`."""
+    rounds = -(-count // len(asks))
+    return [
+        ask
+        if turn == 0
+        else Ask(f"{ask.id}@{turn}", ask.category, {**ask.body, "seed": _later(ask, turn)}, ask.where)
+        for turn in range(max(rounds, 1))
+        for ask in asks
+    ]
+
+
+def _later(ask: Ask, turn: int) -> int:
+    return (int(ask.body["seed"]) + 7919 * turn) % 2**31
