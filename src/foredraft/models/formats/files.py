@@ -1,0 +1,141 @@
+"""A draft head as read from a directory, and the facts about a target that it must agree with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from torch import Tensor
+
+from foredraft.errors import CheckpointError
+
+Kind = Literal["eagle", "medusa"]
+Layout = Literal["eagle3", "speculators", "medusa"]
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFacts:
+    """What a head must know of its target. path: the directory of its weights, if they are at hand."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    name: str
+    path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HeadFiles:
+    """A head: its config.json and its tensors, in the names of the SpecForge and Medusa layouts.
+
+    layout: how the files at `path` are laid out; config and tensors are the same whatever it is.
+    """
+
+    kind: Kind
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    path: Path
+    layout: Layout
+
+    @property
+    def own(self) -> dict[str, Any]:
+        """What foredraft notes in the config; empty for heads from elsewhere."""
+        noted = self.config.get("foredraft", {})
+        return noted if isinstance(noted, dict) else {}
+
+    @property
+    def hidden_layers(self) -> tuple[int, ...] | None:
+        """The target's hidden states that are fused (0: the embedding, i: the output of layer i - 1); None
+        if nothing says which.
+        """
+        found = self.own.get("hidden_layers")
+        return None if found is None else tuple(found)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """Return the hidden states that EAGLE-3 fuses where a config names none."""
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def target_facts(path: Path) -> TargetFacts:
+    """Read a model directory's config.json. Raises CheckpointError if it is not a language model's."""
+    config = read_json(path / "config.json")
+    text = config.get("text_config", config)
+    try:
+        names = ("hidden_size", "vocab_size", "num_hidden_layers")
+        hidden, vocab, layers = (int(text[name]) for name in names)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path / 'config.json'} is not that of a target: it lacks {error}") from error
+    return TargetFacts(hidden, vocab, layers, path.name, path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist: a head is a directory with config.json") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+    return value
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Return the tensors of all safetensors files of a directory. Raises CheckpointError.
+
+    Pickled files are never opened, as they can run any code.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        pickled = sorted(file.name for end in ("pt", "bin", "pth", "ckpt") for file in path.glob(f"*.{end}"))
+        if pickled:
+            raise CheckpointError(
+                f"{path / pickled[0]} is pickled, and a pickle can run any code when it is loaded: ask its "
+                "author for safetensors, or convert it where you trust it"
+            )
+        raise CheckpointError(f"{path} holds no *.safetensors file: a head is a directory with one")
+    tensors: dict[str, Tensor] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  it is no dict
+                    if name in tensors:
+                        raise CheckpointError(f"{file} holds {name}, which another file beside it holds too")
+                    tensors[name] = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is damaged: {error}") from error
+    return tensors
+
+
+def target_rows(target: TargetFacts, name: Literal["lm_head", "embed"], rows: Tensor | None) -> Tensor:
+    """Read rows (all if None) of a target's vocabulary matrix, [rows, hidden]. Raises CheckpointError."""
+    from safetensors import safe_open
+
+    assert target.path is not None
+    wanted = {"lm_head": ("lm_head.weight",), "embed": ("model.embed_tokens.weight", "embed_tokens.weight")}
+    tied = wanted[name] + (wanted["embed"] if name == "lm_head" else ())
+    places = _places(target.path)
+    for tensor in tied:
+        if tensor in places:
+            with safe_open(places[tensor], framework="pt") as opened:
+                matrix: Tensor = opened.get_tensor(tensor)
+            return matrix if rows is None else matrix[rows]
+    raise CheckpointError(f"{target.path} holds none of {', '.join(tied)}: its layout is not known here")
+
+
+def _places(path: Path) -> Mapping[str, Path]:
+    """Return which file of a model directory holds each tensor."""
+    from safetensors import safe_open
+
+    places: dict[str, Path] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            places |= dict.fromkeys(opened.keys(), file)
+    return places

@@ -1,0 +1,280 @@
+"""What is wrong with a draft head, and why: layer ids, norms, vocabulary maps, missing or misfitting tensors.
+
+A head with a wrong flag still drafts, only badly, and nothing else ever says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from foredraft.errors import CheckpointError
+from foredraft.models.formats import eagle3, medusa
+from foredraft.models.formats.eagle3 import IDS, LAYER, REQUIRED
+from foredraft.models.formats.files import HeadFiles, TargetFacts, default_layers
+
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """error: it cannot be run as it is; warning: it may draft badly; note: worth knowing."""
+
+    severity: Severity
+    text: str
+
+
+def lint(files: HeadFiles, target: TargetFacts | None = None) -> list[Finding]:
+    """Return all that is wrong or noteworthy, errors first; against its target too if that is given."""
+    check = _eagle if files.kind == "eagle" else _medusa
+    order = ("error", "warning", "note")
+    return sorted(check(files, target), key=lambda finding: order.index(finding.severity))
+
+
+def check_fits(files: HeadFiles, target: TargetFacts) -> None:
+    """Raise CheckpointError with the first error of lint."""
+    for finding in lint(files, target):
+        if finding.severity == "error":
+            raise CheckpointError(f"{files.path}: {finding.text}")
+
+
+def _error(text: str) -> Finding:
+    return Finding("error", text)
+
+
+def _wrong_shape(
+    files: HeadFiles, name: str, wanted: tuple[int | None, ...], cause: str
+) -> Iterator[Finding]:
+    """Compare a tensor's shape, where None is any size; say nothing of one that is not there."""
+    tensor = files.tensors.get(name)
+    if tensor is None:
+        return
+    shape = tuple(tensor.shape)
+    fits = len(shape) == len(wanted) and all(
+        want in (None, size) for want, size in zip(wanted, shape, strict=True)
+    )
+    if not fits:
+        said = ["any" if size is None else size for size in wanted]
+        yield _error(f"{name} is {list(shape)}, expected {said}: {cause}".replace("'any'", "any"))
+
+
+def _eagle(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    missing = [name for name in REQUIRED if name not in files.tensors]
+    if missing:
+        yield _error(
+            f"{len(missing)} tensors are missing, first {missing[0]}: the file is not an EAGLE-3 head"
+        )
+        return
+    yield from _eagle_shapes(files, target)
+    yield from _layer_ids(files, target)
+    yield from _norms(files)
+    yield from _vocabulary(files, target)
+    if "lm_head.weight" not in files.tensors:
+        yield Finding("note", "lm_head.weight is not there: the target's rows are used")
+    if "embed_tokens.weight" not in files.tensors:
+        yield Finding("note", "embed_tokens.weight is not there: the target's embeddings are used")
+
+
+def _eagle_shapes(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    config, hidden = files.config, files.tensors["fc.weight"].shape[0]
+    if config.get("hidden_size", hidden) != hidden:
+        yield _error(
+            f"config says hidden_size {config['hidden_size']}, fc.weight is "
+            f"{list(files.tensors['fc.weight'].shape)}: config.json is another head's"
+        )
+    for name in "qkv":
+        yield from _wrong_shape(
+            files,
+            f"{LAYER}self_attn.{name}_proj.weight",
+            (None, 2 * hidden),
+            "an EAGLE-3 layer reads embedding and features side by side; EAGLE-1's reads one width",
+        )
+    yield from _wrong_shape(files, "norm.weight", (hidden,), "it is another head's")
+    width = target.hidden_size if target else config.get("target_hidden_size", hidden)
+    layers = files.hidden_layers
+    fused = files.tensors["fc.weight"].shape[1]
+    if fused % width or (layers is not None and fused != width * len(layers)):
+        count = f"{len(layers)} hidden states" if layers is not None else "a number of hidden states"
+        wanted = f"[{hidden}, {width * len(layers or (0, 0, 0))}]"
+        whose = f" of {target.name}" if target else ""
+        yield _error(
+            f"fc.weight is [{hidden}, {fused}], expected {wanted} ({count} of width {width}{whose}): "
+            "the head is for a target of another hidden size, or names the wrong number of layers"
+        )
+    if target and "lm_head.weight" not in files.tensors and hidden != target.hidden_size:
+        yield _error(
+            f"lm_head.weight is not there, and the target's has width {target.hidden_size}, the head "
+            f"{hidden}: the head is for another target, or lm_head was lost"
+        )
+    if target and hidden != target.hidden_size and "embed_tokens.weight" not in files.tensors:
+        yield _error(
+            f"fc.weight gives width {hidden}, the embeddings of {target.name} have "
+            f"{target.hidden_size}, and the head has none of its own: it is for another target"
+        )
+
+
+def _layer_ids(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    layers = files.hidden_layers
+    written = (files.config.get("eagle_config") or {}).get(IDS)
+    if layers is None:
+        here = f" (here {list(default_layers(target.num_layers))})" if target else ""
+        yield Finding(
+            "warning",
+            f"no {IDS}: the usual hidden states 2, n/2, n - 3 are taken{here}, outputs of 1, n/2 - 1, n - 4",
+        )
+        return
+    if written and files.layout == "eagle3" and [i + 1 for i in written] != list(layers):
+        yield _error(
+            f"eagle_config names layer outputs {list(written)}, so hidden states "
+            f"{[i + 1 for i in written]}, but foredraft.hidden_layers are {list(layers)}: one of the "
+            "two was edited"
+        )
+    if target is None:
+        return
+    wrong = [h for h in layers if not 0 <= h <= target.num_layers]
+    if wrong:
+        yield _error(
+            f"hidden state {wrong[0]} does not exist: {target.name} has {target.num_layers} layers, so 0 to "
+            f"{target.num_layers}; the head is for a deeper target"
+        )
+    usual = default_layers(target.num_layers)
+    if "target" in files.own or list(layers) == list(usual):
+        return
+    for shift, reason in (
+        (1, "they look like inputs (vLLM's numbers) where this layout counts outputs: lower each by one"),
+        (
+            -1,
+            "they look like outputs (SpecForge's numbers) where this layout counts inputs: raise each by one",
+        ),
+    ):
+        if tuple(h - shift for h in layers) == usual:
+            yield Finding(
+                "warning",
+                f"layer ids stand for hidden states {list(layers)}, one off the usual "
+                f"{list(usual)}: {reason}, if acceptance is low",
+            )
+
+
+def _norms(files: HeadFiles) -> Iterator[Finding]:
+    config = files.config
+    if config.get("norm_before_residual"):
+        yield _error(
+            "norm_before_residual is true: the layer adds its normalised input, ours the input itself. Set "
+            "it to false only if the head was trained so"
+        )
+    elif files.layout == "speculators" and "norm_before_residual" not in config:
+        yield Finding(
+            "warning",
+            "norm_before_residual is not in config.json: speculators reads that as false, vLLM as true",
+        )
+    for flag in ("norm_before_fc", "fc_norm", "norm_output"):
+        if config.get(flag):
+            yield _error(f"{flag} is true: foredraft has no such norm, and without it the head drafts badly")
+    extra = sorted(n for n in files.tensors if n.startswith(("input_norm", "fc_norm")))
+    if extra and not (config.get("norm_before_fc") or config.get("fc_norm")):
+        yield Finding("warning", f"{extra[0]} is there, but neither norm_before_fc nor fc_norm is set")
+
+
+def _vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    tensors, config = files.tensors, files.config
+    vocab = target.vocab_size if target else config.get("vocab_size")
+    t2d, d2t, head = tensors.get("t2d"), tensors.get("d2t"), tensors.get("lm_head.weight")
+    if target and config.get("vocab_size", vocab) != vocab:
+        yield _error(
+            f"config says vocab_size {config['vocab_size']}, {target.name} has {vocab}: the head is for "
+            "another target"
+        )
+    if t2d is not None and vocab is not None and len(t2d) != vocab:
+        whose = target.name if target else "config.json"
+        yield _error(f"t2d is [{len(t2d)}], expected [{vocab}] ({whose}): the head is for another vocabulary")
+        return
+    rows = _draft_vocab(config, d2t, head)
+    if rows is None:
+        yield _error("nothing says how large the draft vocabulary is: d2t and lm_head.weight are missing")
+        return
+    yield from _wrong_shape(files, "lm_head.weight", (rows, None), "it has not the draft vocabulary's rows")
+    yield from _wrong_shape(files, "d2t", (rows,), "it has not the draft vocabulary's entries")
+    if d2t is None:
+        if vocab is not None and rows != vocab:
+            yield _error(f"d2t is missing: {rows} draft ids cannot be told which of {vocab} tokens they are")
+        return
+    yield from _map_kind(d2t, t2d, vocab)
+
+
+def _draft_vocab(config: dict[str, Any], d2t: Tensor | None, head: Tensor | None) -> int | None:
+    if config.get("draft_vocab_size") is not None:
+        return int(config["draft_vocab_size"])
+    return next((len(tensor) for tensor in (d2t, head) if tensor is not None), None)
+
+
+def _map_kind(d2t: Tensor, t2d: Tensor | None, vocab: int | None) -> Iterator[Finding]:
+    if d2t.is_floating_point():
+        yield _error(
+            f"d2t is {d2t.dtype}, expected int64: ids above 256 or 2048 are rounded in half precision"
+        )
+        return
+    kind = eagle3.d2t_kind(d2t, t2d, vocab or 2**62)
+    if kind == "absolute":
+        yield _error(
+            "d2t holds target ids, expected offsets (target id = draft id + d2t): every draft id would be "
+            "taken for another token. `foredraft convert` writes it as offsets"
+        )
+    elif kind == "neither":
+        yield _error(
+            "d2t fits t2d and the vocabulary neither as offsets nor as target ids: the two are of different "
+            "heads, or d2t was damaged"
+        )
+    if t2d is None:
+        yield Finding("note", "t2d is missing: it is made from d2t where a layout wants it")
+
+
+def _medusa(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    config, tensors = files.config, files.tensors
+    heads, layers = int(config["medusa_num_heads"]), int(config["medusa_num_layers"])
+    found = medusa.found_heads(tensors)
+    if found != (heads, layers):
+        yield _error(
+            f"config says {heads} heads of {layers} blocks, the tensors make {found[0]} of {found[1]}: set "
+            "medusa_num_heads and medusa_num_layers, or the file is another head's"
+        )
+        return
+    width = target.hidden_size if target else tensors["0.0.linear.weight"].shape[0]
+    cause = "the head is for a target of another hidden size" if target else "heads differ in width"
+    for name in medusa.block_names(config):
+        if f"{name}.weight" not in tensors or f"{name}.bias" not in tensors:
+            yield _error(f"{name}.weight or .bias is missing: the file is cut short")
+            return
+        shapes = [
+            *_wrong_shape(files, f"{name}.weight", (width, width), cause),
+            *_wrong_shape(files, f"{name}.bias", (width,), cause),
+        ]
+        if shapes:
+            yield shapes[0]
+            return
+    yield from _medusa_projections(files, target, heads, layers, width)
+
+
+def _medusa_projections(
+    files: HeadFiles, target: TargetFacts | None, heads: int, layers: int, width: int
+) -> Iterator[Finding]:
+    tensors = files.tensors
+    own = [name for head in range(heads) if (name := f"{head}.{layers}.weight") in tensors]
+    if not own:
+        yield Finding("note", "no head has a vocabulary projection of its own: the target's lm_head is used")
+    elif len(own) < heads:
+        yield _error(f"{len(own)} of {heads} heads have a vocabulary projection: all or none must")
+    vocab = target.vocab_size if target else None
+    for name in own:
+        yield from _wrong_shape(files, name, (vocab, width), "the head is for another vocabulary")
+    for head in range(heads):
+        blocks = [tensors[f"{head}.{layer}.linear.weight"] for layer in range(layers)]
+        if layers > 1 and all(block.equal(blocks[0]) for block in blocks[1:]) and bool(blocks[0].any()):
+            yield Finding(
+                "warning",
+                f"all {layers} blocks of head {head} are the same: a list of one module repeated, as the "
+                "original trainer makes, trains one block",
+            )
+            return
