@@ -1,7 +1,7 @@
 """The command line: `foredraft`, or `python -m foredraft`.
 
-Answers and JSON go to stdout, all else to stderr. Exit codes: 0 done, 1 `demo` found a wrong answer, 2 an
-error the user can mend, 130 interrupted.
+Answers and JSON go to stdout, all else to stderr. Exit codes: 0 done, 1 `demo` found a wrong answer or
+`convert --lint` an error, 2 an error the user can mend, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import typer
 
 import foredraft
 from foredraft.cli.chat import chat
+from foredraft.cli.convert import convert
 from foredraft.cli.demo import demo
 from foredraft.cli.generate import generate
 from foredraft.cli.pull import pull
@@ -30,7 +31,7 @@ app = typer.Typer(
     help="Make a large language model answer faster without changing what it says.",
     epilog="Start with [bold]foredraft demo[/bold].",
 )
-for command in (generate, chat, demo, pull):
+for command in (generate, chat, demo, pull, convert):
     app.command()(command)
 
 
