@@ -80,7 +80,7 @@ def test_options_have_the_defaults_of_the_library() -> None:
     assert names == {item.name for item in fields(SamplingParams)} - {"logprobs", "budget"}
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["generate"], ["chat"], ["pull"], ["demo"], ["convert"]])
 def test_help_shows_examples(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*command, "--help") == 0
     assert f"foredraft {' '.join(command)}" in capsys.readouterr().out
