@@ -2,8 +2,8 @@
 
     python benchmarks/interop/vllm_heads.py --model MODEL --head HEAD --prompts prompts/*.jsonl --limit 20
 
-MODEL is a directory (`foredraft pull` prints one), HEAD what `foredraft convert` wrote, eagle3 or speculators.
-Prompt files are JSONL with `messages`. Greedy, batch 1, a chain of --levels guesses a step.
+MODEL is a directory (`foredraft pull` prints one), HEAD what `foredraft convert` wrote, as eagle3 or
+speculators. Prompt files are JSONL with `messages`. Greedy, batch 1, a chain of --levels guesses a step.
 """
 
 from __future__ import annotations
