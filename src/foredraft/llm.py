@@ -32,8 +32,8 @@ _KV_SHARE = 0.5  # of the free memory, at most, for the KV cache unless kv_gb sa
 class LLM:
     """A language model that drafts.
 
-    `model` and `draft`: a zoo name, a directory, a Hugging Face id; `draft` also "ngram" or None (plain
-    decoding). `dtype`: "auto" (as stored, where that is fast), "float32", "bfloat16" or "float16". `budget`:
+    `model` and `draft`: a zoo name, a directory, a Hugging Face id; `draft` also "ngram", "suffix",
+    "suffix-shared" (looks through earlier answers too) or None (plain decoding). `dtype`: "auto" (as stored, where that is fast), "float32", "bfloat16" or "float16". `budget`:
     the most nodes drafted per sequence and step, or "auto". `max_seqs` requests run at once, others wait.
     `max_len`: prompt and answer in tokens, at most (None: the model's context, or what the cache holds).
     `kv_gb`: memory for the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step. `tree`:
