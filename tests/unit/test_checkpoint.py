@@ -209,3 +209,23 @@ def test_a_model_without_sizes_is_no_target(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"hidden_size": 4}')
     with pytest.raises(CheckpointError, match="vocab_size"):
         target_facts(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', expected a whole number"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+        ({"eagle_config": [1]}, "expected an object"),
+        (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, "x"]}},
+            "expected a list of layer numbers",
+        ),
+        ({"foredraft": {"hidden_layers": 3}}, "hidden_layers is 3"),
+    ],
+)
+def test_config_entries_of_a_wrong_type_are_named(
+    entry: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=expected):
+        read_head(write(tmp_path, CONFIG | entry, eagle_tensors()))

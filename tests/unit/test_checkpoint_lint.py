@@ -90,6 +90,8 @@ WRONG: dict[str, tuple[Change, str]] = {
         lambda config, tensors: tensors.update(d2t=tensors["d2t"].bfloat16()),
         "error: d2t is torch.bfloat16",
     ),
+    "no shape of a matrix": (shape("fc.weight", 96), "error: fc.weight is [96], which is no shape"),
+    "empty d2t": (lambda config, tensors: tensors.update(d2t=torch.zeros(0).long()), "error: d2t is [0]"),
     "no d2t": (drop("d2t"), "error: d2t is missing: 40 draft ids"),
     "no t2d": (drop("t2d"), "note: t2d is missing"),
     "other rows": (

@@ -19,6 +19,7 @@ from foredraft.models.formats.files import (
     HeadFiles,
     Layout,
     TargetFacts,
+    check_types,
     read_json,
     read_tensors,
     target_facts,
@@ -62,6 +63,7 @@ def is_head(path: Path) -> bool:
 def read_head(path: Path) -> HeadFiles:
     """Read a head of any known layout. Raises CheckpointError for pickled, damaged or unknown ones."""
     tensors, config = read_tensors(path), read_json(path / "config.json")
+    check_types(config, path / "config.json")
     if "speculators_model_type" in config:
         return HeadFiles("eagle", *speculators.from_speculators(config, tensors), path, "speculators")
     if medusa.looks_like_medusa(config, tensors):

@@ -68,6 +68,11 @@ def _eagle(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
             f"{len(missing)} tensors are missing, first {missing[0]}: the file is not an EAGLE-3 head"
         )
         return
+    bent = [name for name in REQUIRED if files.tensors[name].dim() != (1 if "norm" in name else 2)]
+    if bent:
+        shape = list(files.tensors[bent[0]].shape)
+        yield _error(f"{bent[0]} is {shape}, which is no shape of an EAGLE-3 head's")
+        return
     yield from _eagle_shapes(files, target)
     yield from _layer_ids(files, target)
     yield from _norms(files)
@@ -211,6 +216,9 @@ def _draft_vocab(config: dict[str, Any], d2t: Tensor | None, head: Tensor | None
 
 
 def _map_kind(d2t: Tensor, t2d: Tensor | None, vocab: int | None) -> Iterator[Finding]:
+    if d2t.dim() != 1 or not len(d2t):
+        yield _error(f"d2t is {list(d2t.shape)}, expected one entry a draft id: the file is damaged")
+        return
     if d2t.is_floating_point():
         yield _error(
             f"d2t is {d2t.dtype}, expected int64: ids above 256 or 2048 are rounded in half precision"

@@ -43,8 +43,8 @@ class HeadFiles:
     @property
     def own(self) -> dict[str, Any]:
         """What foredraft notes in the config; empty for heads from elsewhere."""
-        noted = self.config.get("foredraft", {})
-        return noted if isinstance(noted, dict) else {}
+        noted: dict[str, Any] = self.config.get("foredraft") or {}
+        return noted
 
     @property
     def hidden_layers(self) -> tuple[int, ...] | None:
@@ -83,6 +83,34 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is damaged: it holds no JSON object")
     return value
+
+
+_NUMBERS = (
+    "hidden_size",
+    "vocab_size",
+    "draft_vocab_size",
+    "target_hidden_size",
+    "medusa_num_heads",
+    "medusa_num_layers",
+)
+_OBJECTS = ("eagle_config", "foredraft", "transformer_layer_config", "target")
+_LISTS = ("eagle_aux_hidden_state_layer_ids", "hidden_layers")
+
+
+def check_types(config: dict[str, Any], path: Path) -> None:
+    """Raise CheckpointError unless the entries that are read are of the types they should have."""
+    for name, value in config.items():
+        if value is None:
+            continue
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if name in _NUMBERS and not (whole and value > 0):
+            raise CheckpointError(f"{path}: {name} is {value!r}, expected a whole number above 0")
+        if name in _LISTS and not (isinstance(value, list) and all(isinstance(i, int) for i in value)):
+            raise CheckpointError(f"{path}: {name} is {value!r}, expected a list of layer numbers")
+        if name in _OBJECTS:
+            if not isinstance(value, dict):
+                raise CheckpointError(f"{path}: {name} is {value!r}, expected an object")
+            check_types(value, path)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
