@@ -18,7 +18,11 @@ from foredraft.cli.chat import chat
 from foredraft.cli.convert import convert
 from foredraft.cli.demo import demo
 from foredraft.cli.generate import generate
+from foredraft.cli.measure import measure
+from foredraft.cli.mock_server import mock_server
 from foredraft.cli.pull import pull
+from foredraft.cli.report import report
+from foredraft.cli.serve import serve
 from foredraft.errors import ForedraftError
 
 INTERRUPTED = 130
@@ -31,7 +35,7 @@ app = typer.Typer(
     help="Make a large language model answer faster without changing what it says.",
     epilog="Start with [bold]foredraft demo[/bold].",
 )
-for command in (generate, chat, demo, pull, convert):
+for command in (generate, chat, serve, demo, pull, measure, report, mock_server, convert):
     app.command()(command)
 
 

@@ -138,7 +138,8 @@ class Client:
             raise ConfigError(f"no server answers at {self.url}: {error or type(error).__name__}") from error
         if response.status_code in (401, 403):
             raise ConfigError(
-                f"{self.url} refuses this key (HTTP {response.status_code}): give --api-key, or set OPENAI_API_KEY"
+                f"{self.url} refuses this key (HTTP {response.status_code}): give --api-key, or set "
+                "OPENAI_API_KEY"
             )
         try:
             names = [str(entry["id"]) for entry in response.json()["data"]]
@@ -152,7 +153,9 @@ class Client:
                 raise ConfigError(f"{self.url} serves no model: give --model-name")
             self.model = names[0]
         if names and self.model not in names:
-            raise ConfigError(f"{self.url} serves no {self.model!r} but {', '.join(names)}: give --model-name")
+            raise ConfigError(
+                f"{self.url} serves no {self.model!r} but {', '.join(names)}: give --model-name"
+            )
         return self.model
 
     async def ask(self, endpoint: str, body: Mapping[str, Any], *, stream: bool = False) -> Reply:

@@ -137,7 +137,12 @@ class _Mock:
         slow = self.state.served <= self.truth.slow_first
         logprobs = body.get("logprobs") not in (None, False)
         return _Plan(
-            tokens, time.perf_counter(), 3.0 if slow else 1.0, self._accept(count), "messages" in body, logprobs
+            tokens,
+            time.perf_counter(),
+            3.0 if slow else 1.0,
+            self._accept(count),
+            "messages" in body,
+            logprobs,
         )
 
     def _accept(self, count: int) -> tuple[int, ...]:
@@ -169,7 +174,11 @@ class _Mock:
             for start in range(0, len(plan.tokens), size):
                 part = plan.tokens[start : start + size]
                 await _until(plan.asked_s + self._seconds(start + 1, plan.slower))
-                choice: dict[str, Any] = {"index": 0, "finish_reason": None, "logprobs": _logprobs(plan, part)}
+                choice: dict[str, Any] = {
+                    "index": 0,
+                    "finish_reason": None,
+                    "logprobs": _logprobs(plan, part),
+                }
                 choice |= {"delta": {"content": "".join(part)}} if plan.chat else {"text": "".join(part)}
                 yield _event({"choices": [choice]})
             yield _event({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}]})

@@ -171,7 +171,9 @@ def read_record(paths: Iterable[Path]) -> Record:
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{where} is no line of a measurement: {error}") from error
     if record is None or not record.results:
-        raise ConfigError("there is no measured request in the file: give what `foredraft measure --out` wrote")
+        raise ConfigError(
+            "there is no measured request in the file: give what `foredraft measure --out` wrote"
+        )
     return record
 
 

@@ -119,18 +119,23 @@ class ServerArm:
         if self.counter == "logprobs":
             body["logprobs"] = True if "messages" in body else 1
         start = time.perf_counter()
-        common: dict[str, Any] = {"id": ask.id, "category": ask.category, "arm": self.name, "load": load.label}
+        common: dict[str, Any] = {
+            "id": ask.id,
+            "category": ask.category,
+            "arm": self.name,
+            "load": load.label,
+        }
         common |= {"block": block, "start_s": start - origin}
         try:
             reply = await self.client.ask(ask.endpoint, body, stream=True)
         except RequestFailed as error:
             return Result(**common, total_s=time.perf_counter() - start, error=str(error))
         emitted = len(reply.tokens or ()) if self.counter == "logprobs" else reply.usage
-        error = None
+        fault = None
         if self.counter == "usage":
-            error = usage_fault(reply, ask.max_tokens)
+            fault = usage_fault(reply, ask.max_tokens)
         if not emitted:
-            error = error or "an empty answer"
+            fault = fault or "an empty answer"
         return Result(
             **common,
             total_s=reply.total_s,
@@ -140,7 +145,7 @@ class ServerArm:
             chunks=reply.chunks,
             reported=reply.usage,
             finish=reply.finish,
-            error=error,
+            error=fault,
             text=reply.text,
             ids=tuple(reply.ids) if reply.ids else None,
             acceptance=from_response(reply.last, emitted or 0),

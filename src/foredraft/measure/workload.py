@@ -20,7 +20,7 @@ _NOT_SENT = ("stream", "stream_options", "n", "user", "model", "metadata", "id",
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: an OpenAI body with "messages" or "prompt", and what is known about it. where: file:line."""
+    """One request: an OpenAI body with "messages" or "prompt", and where it stands, as file:line."""
 
     id: str
     category: str

@@ -1,0 +1,98 @@
+"""`foredraft measure`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foredraft.cli.arms import REQUESTS, Answering, Asked
+from foredraft.cli.options import takes_options
+from foredraft.cli.report import show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foredraft.measure.records import Record
+    from foredraft.measure.run import Arm
+    from foredraft.measure.workload import Ask, Load
+
+INTERRUPTED = 130
+
+
+@takes_options
+def measure(
+    asked: Asked,
+    answering: Answering,
+    load: Annotated[
+        str, typer.Option(help="Requests at once, several loads as 1,4,16.", rich_help_panel=REQUESTS)
+    ] = "1,4,16",
+    rate: Annotated[
+        str, typer.Option(help="Requests arriving per second, as 0.5,2.", rich_help_panel=REQUESTS)
+    ] = "",
+    out: Annotated[Path, typer.Option(help="Where the raw records go (JSONL).")] = Path("measure.jsonl"),
+    report: Annotated[Path | None, typer.Option(help="Write a page of HTML with plots.")] = None,
+    by_category: Annotated[bool, typer.Option("--by-category", help="Print a table a category.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+) -> None:
+    """Measure what drafting gains on your requests, at your loads.
+
+    The same requests are answered by every arm, in turn; the arms differ only in the draft. Ctrl-C keeps what
+    was measured.
+
+    [bold]Examples[/bold]
+
+    foredraft measure --requests requests.jsonl --draft none,ngram --load 1,4
+
+    foredraft measure --baseline http://localhost:8000 --variant eagle=http://localhost:8001
+
+    foredraft measure --draft none,ngram,ngram:5 --report report.html
+    """
+    from foredraft.measure.workload import parse_loads
+
+    asks = asked.load_asks()
+    loads = parse_loads("" if rate and load == "1,4,16" else load, rate)
+    with answering.arms(asks, loads) as arms:
+        record, whole = _run(arms, asks, loads, out, asked.seed)
+    show(record, report=report, by_category=by_category, as_json=as_json)
+    raise typer.Exit(0 if whole else INTERRUPTED)
+
+
+def _run(
+    arms: Sequence[Arm], asks: Sequence[Ask], loads: Sequence[Load], out: Path, seed: int
+) -> tuple[Record, bool]:
+    """Return the record, and whether it is whole: an interrupt keeps what there is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from foredraft.measure import run
+    from foredraft.measure.records import RecordFile, Result
+
+    total = sum(len(part) for load in loads for part in run.blocks(asks, load)) * len(arms)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("warming up", total=total)
+        run.check_same_model(arms, asks)
+        for arm in arms:
+            run.warm_up(arm, asks)
+        file = RecordFile(out, run.make_header(arms, loads, asks, seed))
+
+        def on_result(result: Result) -> None:
+            bar.update(task, advance=1, description=f"load {result.load}, {result.arm}")
+
+        whole = True
+        try:
+            run.measure(arms, asks, loads, file, on_result)
+        except KeyboardInterrupt:
+            if not file.record.results:
+                raise
+            whole = False
+        finally:
+            file.close()
+    return file.record, whole

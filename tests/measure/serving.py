@@ -1,0 +1,37 @@
+"""Mock servers in threads of this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+from foredraft.measure.mock_server import MockTruth, mock_app
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """Serve an ASGI application; yields its URL."""
+    config = uvicorn.Config(app, port=0, log_level="error", lifespan="off", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        (listening,) = server.servers
+        yield f"http://127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@contextmanager
+def mock(**truth: Any) -> Iterator[str]:
+    """Serve a mock server."""
+    with serving(mock_app(MockTruth(**truth))) as url:
+        yield url
