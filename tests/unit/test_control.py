@@ -1,66 +1,201 @@
-"""Budgets follow acceptance, and come back after they went to 0."""
+"""Budgets follow acceptance and cost, by a simulated clock: good drafts are used, useless ones cost little."""
 
 from __future__ import annotations
 
+import json
+import random
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
 import pytest
 
-from foredraft.control import AcceptanceBudget, FixedBudget
-from foredraft.control.budgets import best_length
+from fakes import ContextTarget
+from foredraft.control import AcceptanceBudget, FixedBudget, PassCosts, cost, pass_costs
+from foredraft.control.acceptance import Acceptance, Request
+from foredraft.control.budgets import best_budgets
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.sampling import Noise
 from foredraft.types import SamplingParams, SpecStats, StepOutput
 
-FAST = StepTimes(draft_s=0.0, target_s=1.0, other_s=0.0, rows=1)
+SECONDS = {1: 0.015, 4: 0.015, 8: 0.0165, 16: 0.021, 32: 0.032, 64: 0.058, 128: 0.11}
+Rate = Callable[[str, int], float]  # chance that a guess for this position of the answer is right
 
 
-def sequence() -> Sequence:
-    return Sequence("r", SamplingParams(), [1], 1, 100, Noise(0), None, 0.0)
+def passes() -> PassCosts:
+    return PassCosts(SECONDS, seq_s=0.0015)
 
 
-def steps(controller: AcceptanceBudget, accepts: float, count: int, times: StepTimes = FAST) -> list[int]:
-    """Run `count` steps in which a share `accepts` of each draft is accepted; return the budgets."""
-    seq, stats, budgets = sequence(), SpecStats(), []
-    for _ in range(count):
-        (budget,) = controller.budgets([seq], 1)
-        stats.add(SpecStats(steps=1, levels=budget, accepted=int(accepts * budget)))
-        controller.observe([StepOutput("r", [], "", None, "", None, stats)], times)
-        budgets.append(budget)
-    return budgets
+def sequence(name: str = "r", tokens: int = 99) -> Sequence:
+    return Sequence(name, SamplingParams(max_tokens=tokens), [1], 1, 1 + tokens, Noise(0), None, 0.0)
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("cost", [0.01, 0.1, 0.3])
-def test_best_length_is_the_best(rate: float, cost: float) -> None:
-    def speed(length: int) -> float:
-        return sum(rate**depth for depth in range(length + 1)) / (1 + length * cost)
+class Clockwork:
+    """Decodes imaginary requests: a guess is right by chance, passes and drafts take what the tables say."""
 
-    assert speed(best_length(rate, cost, 12)) == pytest.approx(max(speed(n) for n in range(13)))
+    def __init__(self, controller: AcceptanceBudget, rate: Rate, *, level_s: float, seed: int = 0) -> None:
+        self.controller, self.rate, self.level_s = controller, rate, level_s
+        self.random, self.costs = random.Random(seed), passes()
+        self.plain_s = self.taken_s = 0.0
+        self.budgets: list[int] = []
+
+    def run(self, load: int, tokens: int, tag: str = "") -> float:
+        """Serve `load` requests at once; return the time plain decoding takes over the time taken."""
+        before = self.plain_s, self.taken_s
+        live = [(sequence(f"{tag}{i}", tokens), SpecStats()) for i in range(load)]
+        while live:
+            self._step(live)
+            for seq, _ in live:
+                if len(seq.tokens) >= seq.limit:
+                    self.controller.forget(seq.request_id)
+            live = [pair for pair in live if len(pair[0].tokens) < pair[0].limit]
+        return (self.plain_s - before[0]) / (self.taken_s - before[1])
+
+    def _step(self, live: list[tuple[Sequence, SpecStats]]) -> None:
+        budgets = self.controller.budgets([seq for seq, _ in live], len(live))
+        self.budgets += budgets
+        outputs, nodes, deepest, emitted = [], 0, 0, 0
+        for (seq, stats), budget in zip(live, budgets, strict=True):
+            levels, accepted = min(budget, seq.levels_left), 0
+            while accepted < levels and self.random.random() < self.rate(
+                seq.request_id, len(seq.tokens) + accepted
+            ):
+                accepted += 1
+            stats.add(SpecStats(steps=1, drafted=levels, levels=levels, accepted=accepted))
+            seq.tokens += [0] * (accepted + 1)
+            nodes, deepest, emitted = nodes + levels, max(deepest, levels), emitted + accepted + 1
+            outputs.append(StepOutput(seq.request_id, [], "", None, "", None, stats))
+        noise = self.random.lognormvariate(0, 0.1)
+        target_s = self.costs.seconds(len(live) + nodes, len(live)) * noise
+        draft_s = deepest * self.level_s * self.random.lognormvariate(0, 0.1)
+        self.controller.observe(outputs, StepTimes(draft_s, target_s, 0.0003, len(live) + nodes))
+        self.taken_s += target_s + draft_s + 0.0003
+        self.plain_s += (self.costs.seconds(len(live), len(live)) * noise + 0.0003) * emitted / len(live)
 
 
-def test_good_drafts_grow_and_useless_ones_end() -> None:
-    assert steps(AcceptanceBudget(longest=12), 1.0, 40)[-1] == 12
-    useless = steps(AcceptanceBudget(longest=12, row_cost=0.1), 0.0, 200)
-    assert useless[0] > 0
-    assert sum(useless[40:]) <= 160 // 8  # only probes are left
-    assert max(useless[40:]) == 1
-    assert any(useless[40:])
+RATES: dict[str, Rate] = {
+    "useless": lambda name, pos: 0.0,
+    "poor": lambda name, pos: 0.2,
+    "good, then useless": lambda name, pos: 0.95 if pos < 64 else 0.0,
+    "useless, then good": lambda name, pos: 0.0 if pos < 64 else 0.95,
+    "every other request": lambda name, pos: 0.0 if name[-1] in "13579" else 0.9,
+}
+
+
+@pytest.mark.parametrize("load", [1, 2, 8, 32])
+@pytest.mark.parametrize("kind", RATES)
+@pytest.mark.parametrize("level_s", [0.0, 0.001, 0.003])
+def test_never_slower(kind: str, load: int, level_s: float) -> None:
+    """Lookup (levels for nothing), a light head and a slow draft model; measured passes and guessed ones."""
+    for costs in (passes(), None):
+        controller = AcceptanceBudget(longest=15 if level_s == 0 else 8, costs=costs)
+        clockwork = Clockwork(controller, RATES[kind], level_s=level_s)
+        for turn in range(3):
+            assert clockwork.run(load, 128, f"{turn}-") > 0.97
+        assert clockwork.plain_s / clockwork.taken_s > 0.98
+
+
+@pytest.mark.parametrize(("load", "least"), [(1, 5.0), (4, 2.8), (16, 1.9)])
+def test_good_drafts_are_used(load: int, least: float) -> None:
+    assert Clockwork(AcceptanceBudget(longest=15), lambda name, pos: 0.95, level_s=0.0).run(load, 200) > least
+
+
+@pytest.mark.parametrize("level_s", [0.0, 0.001])
+def test_what_was_turned_off_turns_on_again(level_s: float) -> None:
+    clockwork = Clockwork(AcceptanceBudget(longest=8, costs=passes()), lambda n, p: 0.0, level_s=level_s)
+    clockwork.run(1, 300)
+    assert sum(clockwork.budgets[40:]) < 300
+    clockwork.rate = RATES["useless, then good"]
+    assert clockwork.run(1, 300) > 1.8
 
 
 def test_a_slow_draft_is_used_less() -> None:
-    slow = StepTimes(draft_s=3.0, target_s=1.0, other_s=0.0, rows=1)
-    fast = steps(AcceptanceBudget(longest=12), 0.5, 60)
-    assert sum(steps(AcceptanceBudget(longest=12), 0.5, 60, slow)) < sum(fast)
+    used = []
+    for level_s in (0.0, 0.004):
+        clockwork = Clockwork(AcceptanceBudget(longest=12), lambda name, pos: 0.6, level_s=level_s)
+        clockwork.run(1, 300)
+        used.append(sum(clockwork.budgets) / len(clockwork.budgets))
+    assert used[1] < used[0] / 2
+
+
+def test_best_budgets_are_the_best() -> None:
+    """Against every combination of budgets of three sequences."""
+    rates = (0.9, 0.5, 0.2)
+    gains = [[rate ** (node + 1) for node in range(4)] for rate in rates]
+
+    def seconds(nodes: int, deepest: int) -> float:
+        return 1 + 0.08 * nodes + 0.05 * deepest
+
+    def speed(budgets: tuple[int, ...]) -> float:
+        emitted = 3 + sum(sum(some[:budget]) for some, budget in zip(gains, budgets, strict=True))
+        return emitted / seconds(sum(budgets), max(budgets))
+
+    found = best_budgets(gains, seconds)
+    assert speed(tuple(found)) == pytest.approx(max(map(speed, product(range(5), repeat=3))), rel=0.01)
+    assert best_budgets(gains, lambda nodes, deepest: 1 + nodes) == [0, 0, 0]
+    assert best_budgets([], seconds) == []
+
+
+def test_trees_are_judged_by_their_levels() -> None:
+    """Sixteen nodes that are four levels deep are not taken for sixteen levels."""
+    acceptance, request = Acceptance(prior=0.6), Request()
+    for _ in range(60):
+        acceptance.learn(request, drafted=16, levels=4, accepted=4)
+    assert acceptance.levels_of(16) == pytest.approx(4, rel=0.05)
+    gains = acceptance.gains(request, 16)
+    assert len(gains) == 16
+    assert sum(gains) == pytest.approx(4, rel=0.1)
+    assert gains == sorted(gains, reverse=True)
 
 
 def test_forgotten_requests_leave_nothing() -> None:
     controller = AcceptanceBudget(longest=4)
-    steps(controller, 1.0, 3)
-    controller.forget("r")
-    controller.forget("r")
-    assert not controller._records
+    Clockwork(controller, lambda name, pos: 1.0, level_s=0.0).run(2, 20)
+    controller.forget("0")
+    assert not controller._requests
 
 
 def test_fixed_is_fixed() -> None:
     controller = FixedBudget(3)
     assert controller.budgets([sequence(), sequence()], 2) == [3, 3]
+
+
+def test_pass_costs_are_lines_between_points() -> None:
+    costs = PassCosts({1: 1.0, 2: 0.8, 4: 1.6, 8: 2.0}, seq_s=0.25)
+    assert costs.seconds(1) == costs.seconds(2) == 0.8  # one row can be fed as two
+    assert costs.seconds(3) == pytest.approx(1.2)
+    assert costs.seconds(16) == pytest.approx(2.8)
+    assert costs.seconds(4, 3) == pytest.approx(2.1)
+
+
+def test_pass_costs_follow_what_passes_take() -> None:
+    costs = PassCosts.guess()
+    costs.observe(1, 1, 0.5)
+    assert costs.seconds(1) == pytest.approx(0.5)
+    for _ in range(400):
+        costs.observe(1, 1, 1.0)
+        costs.observe(8, 1, 3.0)
+    assert costs.seconds(1) == pytest.approx(1.0, rel=0.1)
+    assert costs.seconds(8) == pytest.approx(3.0, rel=0.1)
+
+
+def test_passes_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ContextTarget()
+    first = pass_costs(target, "toy", where=tmp_path)
+    assert all(a <= b for a, b in zip(first.points, first.points[1:], strict=False))
+    forwards = target.forwards
+    again = pass_costs(target, "toy", where=tmp_path)
+    assert (again.points, again.seq_s, target.forwards) == (first.points, first.seq_s, forwards)
+    (file,) = tmp_path.iterdir()
+    assert json.loads(file.read_text())["target"] == "toy"
+    file.write_text("{}")
+    pass_costs(target, "toy", where=tmp_path)
+    assert target.forwards > forwards
+    monkeypatch.setattr(cost, "_PATIENCE_S", 0.0)
+    assert cost.measure(target).rows == [1, 2]
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert pass_costs(ContextTarget(max_len=40), "toy", where=tmp_path / "file").seconds(1) > 0

@@ -1,19 +1,22 @@
-"""Two controllers: a fixed budget, and one that follows each request's own acceptance."""
+"""Two controllers: a fixed budget, and one that asks what the next step's drafts are worth."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
+from foredraft.control.acceptance import Acceptance, Request
+from foredraft.control.cost import PassCosts
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
-from foredraft.types import SpecStats, StepOutput
+from foredraft.types import StepOutput
 
-_DECAY = 0.9  # of what a step taught, per later step that drafted
-_PRIOR = 1.0  # guesses that the prior rate is worth
-_PRIOR_RATE = 0.6
-_ROW_COST = 0.025  # of a pass of SmolLM2 on a CPU: docs/performance.md
-_PROBE_EVERY = 16  # steps without a draft before one is tried again
+_PRIOR = 0.6  # acceptance before anything is known
+_WORTHWHILE = 1.01  # of plain decoding: what a draft must promise
+_PROBES = 0.007  # share of the time that may go into drafts that do not promise that
+_PROBE = 2  # nodes of such a draft
+_LEARN = 0.1  # weight of the newest step in times
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,78 +36,130 @@ class FixedBudget:
         """Hold nothing."""
 
 
-@dataclass(slots=True)
-class _Record:
-    """Decayed counts of one request: guesses that were judged, those accepted, and steps since the last
-    draft.
-    """
-
-    judged: float = 0.0
-    accepted: float = 0.0
-    idle: int = 0
-    seen_levels: int = 0
-    seen_accepted: int = 0
-
-    def learn(self, stats: SpecStats) -> int:
-        """Take in the request's newest step; return how many levels it drafted."""
-        levels, accepted = stats.levels - self.seen_levels, stats.accepted - self.seen_accepted
-        self.seen_levels, self.seen_accepted = stats.levels, stats.accepted
-        if levels:
-            self.judged = _DECAY * self.judged + min(levels, accepted + 1)
-            self.accepted = _DECAY * self.accepted + accepted
-        return levels
-
-    @property
-    def rate(self) -> float:
-        """The chance that the next guess is accepted, given that those before it were."""
-        return (self.accepted + _PRIOR * _PRIOR_RATE) / (self.judged + _PRIOR)
-
-
 class AcceptanceBudget:
-    """Draft as long as one more guess raises the expected tokens per second of the request.
+    """Give each step the budgets with the most expected tokens per second, all sequences together.
 
-    With chance `a` per guess, n guesses emit 1 + a + … + a^n tokens and take 1 + n * cost passes, where cost
-    is what one more row and one more draft level take, as shares of a target pass (Leviathan et al., arXiv
-    2211.17192, section 3.3). The level's share is measured while running. A request for which no guess pays
-    drafts one again every few steps, to notice a change.
+    A node adds the chance that it is accepted (Acceptance) and takes what one more row adds to the target's
+    pass (PassCosts), and a level what it adds to the draft, which is measured while running. Sequences that
+    draft nothing are probed with a small draft now and then; probes take less than 1 % of the time.
+
+    longest: the most nodes a sequence may draft. prior: the acceptance rate to expect, for a draft of known
+    quality.
     """
 
-    def __init__(self, *, longest: int, row_cost: float = _ROW_COST) -> None:
-        self.longest, self.row_cost = longest, row_cost
-        self.level_cost = 0.0
-        self._records: dict[str, _Record] = {}
+    def __init__(self, *, longest: int, costs: PassCosts | None = None, prior: float = _PRIOR) -> None:
+        self.longest = longest
+        self.costs = PassCosts.guess() if costs is None else costs
+        self.acceptance = Acceptance(prior)
+        self._requests: dict[str, Request] = {}
+        self._level_s: dict[int, float] = {}  # seconds of a draft level, by sequences.bit_length()
+        self._other_s = 0.0
+        self._allowance_s = 0.0  # what probes may take now
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
-        """Return for each sequence the length with the best expected rate."""
-        return [self._budget(self._records.setdefault(seq.request_id, _Record())) for seq in seqs]
+        """Return for each sequence how many nodes it may draft."""
+        requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
+        gains = [
+            self.acceptance.gains(request, min(self.longest, max(seq.levels_left, 0)))
+            for request, seq in zip(requests, seqs, strict=True)
+        ]
+        count, level_s = len(seqs), self._level(len(seqs))
+
+        def seconds(nodes: int, deepest: int) -> float:
+            draft_s = level_s * self.acceptance.levels_of(deepest)
+            return self.costs.seconds(batch_tokens + nodes, count) + draft_s + self._other_s
+
+        budgets = best_budgets(gains, seconds)
+        self._probe(requests, gains, budgets, seconds)
+        return budgets
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
-        """Count what was judged and accepted, and time the draft."""
-        deepest = 0
+        """Count what was judged and accepted, and time the pass and the draft."""
+        deepest, nodes, drafting, probing, steady = 0, 0, 0, 0, True
         for output in outputs:
-            deepest = max(deepest, self._records[output.request_id].learn(output.stats))
-        fresh = any(output.stats.steps == 1 for output in outputs)  # its draft also read the prompt
-        if deepest and not fresh:
-            cost = times.draft_s / deepest / times.target_s
-            self.level_cost += (1 - _DECAY) * (cost - self.level_cost)
+            request = self._requests[output.request_id]
+            drafted, levels, accepted = request.newest(output.stats)
+            if levels:
+                self.acceptance.learn(request, drafted, levels, accepted)
+                deepest, nodes = max(deepest, levels), nodes + drafted
+                drafting, probing = drafting + 1, probing + request.probing
+                steady &= request.idle == 0 and output.stats.steps > 1  # else the draft also caught up
+            request.idle = 0 if levels else request.idle + 1
+        count = max(len(outputs), 1)
+        if probing:
+            extra_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)
+            self._allowance_s -= (times.draft_s + extra_s) * probing / drafting
+        self._time(times, count, deepest, steady)
 
     def forget(self, request_id: str) -> None:
         """Drop what was learnt of a request."""
-        self._records.pop(request_id, None)
+        self._requests.pop(request_id, None)
 
-    def _budget(self, record: _Record) -> int:
-        best = best_length(record.rate, self.row_cost + self.level_cost, self.longest)
-        record.idle = 0 if best else record.idle + 1
-        return 1 if record.idle and record.idle % _PROBE_EVERY == 0 else best
+    def _time(self, times: StepTimes, count: int, deepest: int, steady: bool) -> None:
+        if not self.costs.known:
+            self._other_s = times.other_s
+        self.costs.observe(times.rows, count, times.target_s)
+        self._other_s += _LEARN * (times.other_s - self._other_s)
+        self._allowance_s += _PROBES * (times.draft_s + times.target_s + times.other_s)
+        if not deepest:
+            return
+        found, size = times.draft_s / deepest, count.bit_length()
+        known = self._level_s.get(size)
+        if steady and known is None:
+            self._level_s[size] = found
+        elif known is not None and (steady or found < known):
+            self._level_s[size] += _LEARN * (found - known)
+
+    def _level(self, count: int) -> float:
+        """Seconds of one draft level for so many sequences."""
+        if not self._level_s:
+            return 0.0
+        size = count.bit_length()
+        return self._level_s[min(self._level_s, key=lambda known: abs(known - size))]
+
+    def _probe(
+        self,
+        requests: Seq[Request],
+        gains: Seq[Seq[float]],
+        budgets: list[int],
+        seconds: Callable[[int, int], float],
+    ) -> None:
+        """Let those that were idle longest draft a little, as far as the allowance goes."""
+        for request in requests:
+            request.probing = False
+        one_s = seconds(_PROBE, _PROBE) - seconds(0, 0)
+        self._allowance_s = min(self._allowance_s, 2 * one_s)  # what was saved up long ago is gone
+        nodes, deepest, left_s = sum(budgets), max(budgets, default=0), self._allowance_s
+        for seq in sorted(range(len(requests)), key=lambda seq: -requests[seq].idle):
+            if budgets[seq] or not gains[seq] or not requests[seq].idle:
+                continue
+            cost_s = seconds(nodes + _PROBE, max(deepest, _PROBE)) - seconds(nodes, deepest)
+            if cost_s > left_s:
+                return
+            budgets[seq] = min(_PROBE, len(gains[seq]))
+            requests[seq].probing = True
+            nodes, deepest, left_s = nodes + _PROBE, max(deepest, _PROBE), left_s - cost_s
 
 
-def best_length(rate: float, cost: float, longest: int) -> int:
-    """Return the draft length, 0 … longest, with the most expected tokens per plain pass of time."""
-    tokens, reached, best, best_speed = 1.0, 1.0, 0, 1.0
-    for length in range(1, longest + 1):
-        reached *= rate
-        tokens += reached
-        speed = tokens / (1 + length * cost)
-        if speed > best_speed:
-            best, best_speed = length, speed
-    return best
+def best_budgets(gains: Seq[Seq[float]], seconds: Callable[[int, int], float]) -> list[int]:
+    """Return how many nodes each sequence drafts for the most expected tokens per second.
+
+    gains[seq][n]: what node n of a sequence adds to its tokens, never growing with n; without any node each
+    sequence emits one. seconds(nodes, deepest): the step's time with so many nodes in all and at most
+    `deepest` a sequence. All budgets are 0 where the best promises less than 1 % more than that.
+    """
+    budgets = [0] * len(gains)
+    if not gains:
+        return budgets
+    order = sorted((-gain, node, seq) for seq, some in enumerate(gains) for node, gain in enumerate(some))
+    emitted, deepest = float(len(gains)), 0
+    best_rate, best = _WORTHWHILE * emitted / seconds(0, 0), 0
+    for taken, (loss, node, _) in enumerate(order, start=1):
+        emitted -= loss
+        deepest = max(deepest, node + 1)
+        rate = emitted / seconds(taken, deepest)
+        if rate > best_rate:
+            best_rate, best = rate, taken
+    for _, _, seq in order[:best]:
+        budgets[seq] += 1
+    return budgets

@@ -1,0 +1,159 @@
+"""What a target pass takes, by how many rows and sequences share it: measured once a machine and model, kept
+in the user's cache, corrected while running.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import time
+from bisect import bisect_right
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from foredraft.engine.batch import Feed, make_batch
+from foredraft.engine.kv import BlockTable
+from foredraft.engine.protocols import Target
+from foredraft.types import NO_DRAFT, chain
+from foredraft.zoo.store import cache_dir
+
+_ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128)
+_SEQS = 8  # sequences of one row each, beside one sequence of as many rows
+_CONTEXT = 128  # tokens before the measured rows
+_REPEATS = 4
+_PATIENCE_S = 4.0  # measuring stops here; what is missing is drawn on in a line
+_DRIFT, _POINT = 0.1, 0.02  # how far one pass moves the whole table, and the nearest point in it
+_ODD = 1.5  # a pass this many times off teaches no more than one this far off
+_GUESS = {1: 1.0, 4: 1.03, 8: 1.1, 16: 1.35, 32: 1.9, 128: 5.0}  # SmolLM2 on two cores, in passes of one row
+
+
+class PassCosts:
+    """Seconds of a target pass. Between measured numbers of rows it is a line, beyond the last one too."""
+
+    def __init__(self, seconds: dict[int, float], *, seq_s: float = 0.0) -> None:
+        self.rows = sorted(seconds)
+        assert len(self.rows) >= 2
+        self.points = [seconds[rows] for rows in self.rows]
+        self.seq_s = seq_s
+        self.drift = 1.0
+        self._level(len(self.points) - 1)
+
+    @classmethod
+    def guess(cls) -> PassCosts:
+        """A table for a target that was not measured; the first pass gives its scale."""
+        costs = cls(dict(_GUESS), seq_s=0.03)
+        costs.drift = 0.0
+        return costs
+
+    @property
+    def known(self) -> bool:
+        """False while only the table's shape is known, not its scale."""
+        return self.drift > 0
+
+    def seconds(self, rows: int, seqs: int = 1) -> float:
+        """Return what a pass over `rows` rows of `seqs` sequences takes."""
+        return self._shape(rows, seqs) * (self.drift or 1.0)
+
+    def observe(self, rows: int, seqs: int, seconds: float) -> None:
+        """Learn from one pass."""
+        shape = self._shape(rows, seqs)
+        if not self.known:
+            self.drift = seconds / shape
+            return
+        ratio = min(_ODD, max(1 / _ODD, seconds / (shape * self.drift)))
+        self.drift *= ratio**_DRIFT
+        near = min(range(len(self.rows)), key=lambda point: abs(self.rows[point] - rows))
+        self.points[near] *= ratio**_POINT
+        self._level(near)
+
+    def _shape(self, rows: int, seqs: int) -> float:
+        right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
+        x0, x1, y0, y1 = self.rows[right - 1], self.rows[right], self.points[right - 1], self.points[right]
+        line = y0 + (y1 - y0) * (max(rows, self.rows[0]) - x0) / (x1 - x0)
+        return line + self.seq_s * (seqs - 1)
+
+    def _level(self, point: int) -> None:
+        """More rows never take less time: they could be fed and not used."""
+        for left in range(point - 1, -1, -1):
+            self.points[left] = min(self.points[left], self.points[left + 1])
+        for right in range(point + 1, len(self.points)):
+            self.points[right] = max(self.points[right], self.points[right - 1])
+
+
+def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassCosts:
+    """Return what passes of the target `name` take on this machine: from the cache, or measured now (seconds)
+    and kept there. A cache that cannot be read or written is done without.
+    """
+    path = (where or cache_dir() / "costs") / f"{_key(target, name)}.json"
+    try:
+        known = json.loads(path.read_text(encoding="utf-8"))
+        return PassCosts({int(rows): s for rows, s in known["seconds"].items()}, seq_s=known["seq_s"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
+        pass
+    costs = measure(target)
+    record = {
+        "target": name,
+        "seconds": dict(zip(costs.rows, costs.points, strict=True)),
+        "seq_s": costs.seq_s,
+    }
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(f".{os.getpid()}")
+        unfinished.write_text(json.dumps(record), encoding="utf-8")
+        unfinished.replace(path)
+    except OSError:
+        pass
+    return costs
+
+
+def measure(target: Target, clock: Callable[[], float] = time.perf_counter) -> PassCosts:
+    """Time passes over random text; the fastest of a few counts, since what disturbs only adds."""
+    most = min(_ROWS[-1], target.max_len - _CONTEXT - 1)
+    sizes = [rows for rows in _ROWS if rows <= max(most, 2)]
+    context = min(_CONTEXT, max(target.max_len - sizes[-1] - 1, 1))
+    room = context + sizes[-1] + 1
+    kv = target.make_kv(room + _SEQS * (context + 1) + 32 * _SEQS)
+    tables = [BlockTable() for _ in range(_SEQS + 1)]
+    for table, length in zip(tables, [room] + [context + 1] * _SEQS, strict=True):
+        kv.pool.grow(table, length)
+    text = (torch.arange(room) * 7919 % target.vocab_size).tolist()
+    target.forward(make_batch([Feed(text[:context], 0, table, None) for table in tables]), kv)
+
+    def one(rows: int) -> float:
+        draft = chain(text[context : context + rows - 1]) if rows > 1 else NO_DRAFT
+        return timed([Feed(text[:1], context, tables[0], draft)])
+
+    def timed(feeds: Seq[Feed]) -> float:
+        batch = make_batch(feeds)
+        start = clock()
+        target.forward(batch, kv)
+        return clock() - start
+
+    seconds: dict[int, float] = {}
+    apart = float("inf")
+    begun = clock()
+    for repeat in range(_REPEATS):
+        for rows in sizes:
+            if len(seconds) >= 2 and clock() - begun > _PATIENCE_S:
+                break
+            took = one(rows)
+            seconds[rows] = min(took, seconds.get(rows, took))
+        if repeat == 0 or clock() - begun <= _PATIENCE_S:
+            feeds = [Feed(text[:1], context, table, NO_DRAFT) for table in tables[1:]]
+            apart = min(apart, timed(feeds))
+    costs = PassCosts(seconds)
+    costs.seq_s = max(0.0, apart - costs.seconds(_SEQS)) / (_SEQS - 1)
+    return costs
+
+
+def _key(target: Target, name: str) -> str:
+    facts = [name, type(target).__name__, str(getattr(target, "dtype", "")), str(target.device)]
+    facts += [platform.node(), platform.processor(), platform.machine(), str(os.cpu_count())]
+    facts += [str(torch.get_num_threads()), torch.__version__, version("foredraft")]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
