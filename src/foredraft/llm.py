@@ -68,7 +68,13 @@ class LLM:
         self.max_len, kv_tokens = _sizes(target, draft_model, max_seqs, max_len, kv_gb)
         detokenizer = Detokenizer(self.tokenizer)
         drafting = make_drafting(
-            draft, draft_model, vocab_size=target.vocab_size, kv_tokens=kv_tokens, budget=budget, tree=tree
+            draft,
+            draft_model,
+            vocab_size=target.vocab_size,
+            kv_tokens=kv_tokens,
+            budget=budget,
+            tree=tree,
+            target=target,
         )
         self.engine = Engine(
             target,

@@ -182,6 +182,9 @@ def test_pass_costs_follow_what_passes_take() -> None:
 
 def test_passes_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target = ContextTarget()
+    pass_costs(target, "toy", where=tmp_path)
+    assert not list(tmp_path.iterdir())  # too quick to be worth a file
+    monkeypatch.setattr(cost, "_KEPT_S", 0.0)
     first = pass_costs(target, "toy", where=tmp_path)
     assert all(a <= b for a, b in zip(first.points, first.points[1:], strict=False))
     forwards = target.forwards
@@ -196,6 +199,9 @@ def test_passes_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert cost.measure(target).rows == [1, 2]
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_done_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "_KEPT_S", 0.0)
     (tmp_path / "file").write_text("")
     assert pass_costs(ContextTarget(max_len=40), "toy", where=tmp_path / "file").seconds(1) > 0

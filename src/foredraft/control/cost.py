@@ -28,6 +28,7 @@ _SEQS = 8  # sequences of one row each, beside one sequence of as many rows
 _CONTEXT = 128  # tokens before the measured rows
 _REPEATS = 4
 _PATIENCE_S = 4.0  # measuring stops here; what is missing is drawn on in a line
+_KEPT_S = 0.5  # what is measured sooner is measured anew at each start, and leaves no file
 _DRIFT, _POINT = 0.1, 0.02  # how far one pass moves the whole table, and the nearest point in it
 _ODD = 1.5  # a pass this many times off teaches no more than one this far off
 _GUESS = {1: 1.0, 4: 1.03, 8: 1.1, 16: 1.35, 32: 1.9, 128: 5.0}  # SmolLM2 on two cores, in passes of one row
@@ -87,8 +88,8 @@ class PassCosts:
 
 
 def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassCosts:
-    """Return what passes of the target `name` take on this machine: from the cache, or measured now (seconds)
-    and kept there. A cache that cannot be read or written is done without.
+    """Return what passes of the target `name` take on this machine: from the cache, or measured now (a few
+    seconds at most) and kept there. A cache that cannot be read or written is done without.
     """
     path = (where or cache_dir() / "costs") / f"{_key(target, name)}.json"
     try:
@@ -96,7 +97,10 @@ def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassC
         return PassCosts({int(rows): s for rows, s in known["seconds"].items()}, seq_s=known["seq_s"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, AssertionError):
         pass
+    begun = time.perf_counter()
     costs = measure(target)
+    if time.perf_counter() - begun < _KEPT_S:
+        return costs
     record = {
         "target": name,
         "seconds": dict(zip(costs.rows, costs.points, strict=True)),

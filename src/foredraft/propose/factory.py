@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foredraft import zoo
-from foredraft.control import AcceptanceBudget, FixedBudget
+from foredraft.control import AcceptanceBudget, FixedBudget, pass_costs
 from foredraft.engine.protocols import Controller, Proposer
 from foredraft.errors import ConfigError
 from foredraft.models import HFCausal, load_target
@@ -56,12 +56,14 @@ def make_drafting(
     kv_tokens: int,
     budget: int | Literal["auto"] = "auto",
     tree: tuple[int, ...] | None = None,
+    target: HFCausal | None = None,
 ) -> Drafting:
     """Return the drafting of `draft`: None or "none", "ngram", "suffix" (over the request's own text),
     "suffix-shared" (over earlier answers too), or the name of `model`, as load_draft returned it.
 
     A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
-    only. Raises ConfigError on options.
+    only. target: whose passes are timed for budget "auto"; without one they are guessed at first. Raises
+    ConfigError on options.
     """
     if budget != "auto" and not 0 <= budget <= 256:
         raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
@@ -75,5 +77,6 @@ def make_drafting(
     else:
         return Drafting()
     if budget == "auto" and tree is None:
-        return Drafting(proposer, AcceptanceBudget(longest=longest))
+        costs = None if target is None else pass_costs(target, target.name)
+        return Drafting(proposer, AcceptanceBudget(longest=longest, costs=costs))
     return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
