@@ -1,4 +1,4 @@
-"""Budgets follow acceptance and cost, by a simulated clock: good drafts are used, useless ones cost little."""
+"""Budgets follow acceptance and cost, by a simulated clock: good drafts help, useless ones cost little."""
 
 from __future__ import annotations
 
