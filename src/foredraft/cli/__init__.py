@@ -15,6 +15,7 @@ import typer
 
 import foredraft
 from foredraft.cli.chat import chat
+from foredraft.cli.check import check
 from foredraft.cli.convert import convert
 from foredraft.cli.demo import demo
 from foredraft.cli.generate import generate
@@ -35,7 +36,7 @@ app = typer.Typer(
     help="Make a large language model answer faster without changing what it says.",
     epilog="Start with [bold]foredraft demo[/bold].",
 )
-for command in (generate, chat, serve, demo, pull, measure, report, mock_server, convert):
+for command in (generate, chat, serve, demo, pull, measure, check, report, mock_server, convert):
     app.command()(command)
 
 

@@ -173,7 +173,8 @@ class _Mock:
             size = self.truth.chunk
             for start in range(0, len(plan.tokens), size):
                 part = plan.tokens[start : start + size]
-                await _until(plan.asked_s + self._seconds(start + 1, plan.slower))
+                later = start + len(part) - min(size, len(plan.tokens))  # tokens after the first chunk
+                await _until(plan.asked_s + self._seconds(later + 1, plan.slower))
                 choice: dict[str, Any] = {
                     "index": 0,
                     "finish_reason": None,

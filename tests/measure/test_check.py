@@ -1,0 +1,130 @@
+"""The check finds every planted fault, and nothing where there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from faults import BODIES, subject
+from serving import mock
+
+from foredraft.cli import main
+from foredraft.measure.check import Certificate, Plan, run_check
+from foredraft.measure.greedy import compare, gap_noise
+from foredraft.measure.laws import detectable, looks, spent, tree_test
+from foredraft.measure.subjects import Answered
+
+REPEATS = int(os.environ.get("FOREDRAFT_CHECK_REPEATS", "2"))  # 100 by hand
+NAMED = [(body["prompt"], body) for body in BODIES]
+QUICK = Plan(sampled=0)
+
+
+def checked(fault: str | None, plan: Plan, seed: int = 0) -> Certificate:
+    plain, drafted = (
+        subject("plain", drafts=False, seed=seed),
+        subject("drafted", drafts=True, fault=fault, seed=seed),
+    )
+    return run_check(plain, drafted, NAMED, plan)
+
+
+@pytest.mark.parametrize("seed", range(REPEATS))
+def test_the_right_engine_passes(seed: int) -> None:
+    found = checked(None, Plan(sampled=2, answers=300), seed=seed)
+    assert found.passed, found.lines()
+    assert {f.judged for f in found.greedy} == {"same"}
+    outcomes = {f.parameter: f.outcome for f in found.parameters}
+    assert outcomes["repetition_penalty"] in ("same", "not shown")
+    assert all(
+        outcomes[name] == "same" for name in ("top_k", "top_p", "min_p", "max_tokens", "logprobs", "usage")
+    )
+
+
+@pytest.mark.parametrize(
+    ("fault", "where"),
+    [
+        ("ignored penalty", "presence_penalty"),
+        ("wrong bonus row", "greedy"),
+        ("stop overrun", "stop"),
+        ("zero logprobs", "logprobs"),
+    ],
+)
+def test_planted_faults_are_found_and_named(fault: str, where: str) -> None:
+    found = checked(fault, QUICK)
+    assert not found.passed
+    if where == "greedy":
+        bad = [f for f in found.greedy if f.judged == "difference"]
+        assert bad
+        assert bad[0].at is not None
+        return
+    assert {f.judged for f in found.greedy} == {"same"}
+    outcome = {f.parameter: f.outcome for f in found.parameters}[where]
+    assert outcome == ("ignored" if where == "presence_penalty" else "difference")
+
+
+@pytest.mark.parametrize(
+    ("fault", "answers"),
+    [
+        ("twelve in a hundred", 1200),
+        pytest.param("three in a hundred", 16_000, marks=pytest.mark.skipif(REPEATS < 100, reason="by hand")),
+    ],
+)
+def test_an_acceptance_that_is_too_kind_is_found(fault: str, answers: int) -> None:
+    found = checked(fault, Plan(greedy=1, parameters=0, sampled=2, answers=answers))
+    assert found.sampled is not None
+    assert found.sampled.differs
+    assert found.sampled.toward > 0
+    assert not found.passed
+
+
+def sample(law: Any, count: int, seed: int, length: int = 3) -> list[tuple[int, ...]]:
+    draws = np.random.default_rng(seed).choice(len(law), p=law, size=(count, length))
+    return [tuple(row) for row in draws.tolist()]
+
+
+def test_the_law_test_has_its_error_rate_and_finds_a_shift() -> None:
+    law = [0.5, 0.3, 0.15, 0.05]
+    pvalues = [tree_test([(sample(law, 400, s), sample(law, 400, 1000 + s))]).pvalue for s in range(200)]
+    assert 0.01 < np.mean(np.array(pvalues) < 0.05) < 0.12  # a fair share of 200 at 5 %
+    shifted = [0.44, 0.36, 0.15, 0.05]
+    assert tree_test([(sample(law, 3000, 1), sample(shifted, 3000, 2))]).pvalue < 1e-3
+
+
+def test_looks_spend_no_more_than_the_error_rate() -> None:
+    assert looks(1000) == [125, 250, 500, 1000]
+    assert sum(spent(looks(1000), 1e-3)) == pytest.approx(1e-3)
+    assert detectable(4000, 1e-3, 0.9) == pytest.approx(detectable(1000, 1e-3, 0.9) / 2)
+
+
+def test_a_difference_within_the_noise_is_a_tie() -> None:
+    tops = ({1: -0.70, 2: -0.71}, {1: -0.1, 2: -3.0})
+    base, other = Answered(tokens=(1, 1), tops=tops), Answered(tokens=(2, 1), tops=tops)
+    assert compare("x", base, other, noise=0.02).judged == "tie"
+    assert compare("x", base, other, noise=0.001).judged == "difference"
+    assert compare("x", base, Answered(tokens=(1, 2), tops=tops), noise=0.02).judged == "difference"
+    moved = Answered(tokens=(1, 1), tops=({1: -0.69, 2: -0.715}, {1: -0.1, 2: -3.0}))
+    assert gap_noise([[base], [moved]]) == pytest.approx(0.015)
+
+
+def command(*args: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    return int(exit_.value.code or 0)
+
+
+def test_servers_are_checked_and_a_certificate_is_written(tmp_path: Path, capsys: Any) -> None:
+    truth = {"ttft_s": 0.0, "inter_token_s": 0.0}
+    out = tmp_path / "certificate.json"
+    with mock(**truth) as base, mock(**truth) as same, mock(**truth, salt="x") as other:
+        common = ["check", "--baseline", base, "--limit", "2", "--max-tokens", "12", "--answers", "0"]
+        command(*common, "--variant", f"same={same}", "--out", str(out))
+        shown = capsys.readouterr().out
+        assert "greedy: 4 comparisons, 4 same, 0 tie, 0 difference" in shown
+        assert json.loads(out.read_text())["certificates"][0]["variant"] == "same"
+        assert command(*common, "--variant", f"other={other}") == 1
+        assert "IT DIFFERS" in capsys.readouterr().out
+    assert command("check", "--draft", "none", "--alpha", "2") == 2
+    assert "--alpha between 0 and 0.5" in capsys.readouterr().err
