@@ -2,6 +2,9 @@
 
 `Attend` is built once a step and travels through the model as a keyword argument. Sequences that decode and
 are about as long are padded into one call; a long chunk of prompt gets a call of its own.
+
+On a CPU in bfloat16 a few rows are attended by matrix products whose rows do not depend on how many there
+are, so that a token decoded alone and the same token in a drafted chain get the same bits.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ class _Group:
     slots: slice | Tensor
     valid: Tensor | None
     target_rows: Tensor | None
-    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+    masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
 
 class Attend:
@@ -57,6 +60,7 @@ class Attend:
     def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
+        self.steady = device.type == "cpu" and dtype == torch.bfloat16
         written = [span.table.slots(span.first_slot, span.length) for span in batch.spans]
         if len(written) == 1:
             self.written = written[0] if isinstance(written[0], slice) else written[0].to(device)
@@ -92,11 +96,15 @@ class Attend:
         else:
             q = query[:, group.rows_at].transpose(0, 1)  # [spans, heads, rows, dim]
         k, v = _read(keys, group), _read(values, group)
-        return attention(q, k, v, self._mask(group, head.window), head).transpose(1, 2)
+        share = q.shape[1] // k.shape[1] if group.rows <= FEW_ROWS else 1
+        mask = self._mask(group, head.window, share)
+        return attention(q, k, v, mask, head, share, self.steady).transpose(1, 2)
 
     def _group(self, spans: Seq[Span]) -> _Group:
         rows = max(span.rows for span in spans)
         length = max(span.length for span in spans)
+        if self.steady and rows <= FEW_ROWS:
+            length = BlockPool.needed(length) * BLOCK
         if len(spans) == 1:
             span = spans[0]
             slots = span.table.slots(0, length)
@@ -127,11 +135,11 @@ class Attend:
         blocks = [(span.table.blocks + span.table.blocks[:1] * count)[:count] for span in spans]
         return torch.tensor(blocks, dtype=torch.int64).flatten().to(self.device)
 
-    def _mask(self, group: _Group, window: int | None) -> Tensor | None:
-        """Additive mask [spans, 1, rows, length], or None where every row sees everything."""
+    def _mask(self, group: _Group, window: int | None, share: int) -> Tensor | None:
+        """Additive mask [spans, 1, share * rows, length], or None where every row sees everything."""
         if window is not None and group.length <= window:
             window = None
-        if window not in group.masks:
+        if (window, share) not in group.masks:
             seen = torch.zeros(len(group.spans), group.rows, group.length, dtype=torch.bool)
             for seq, span in enumerate(group.spans):
                 seen[seq, : span.rows, : span.length] = visible(span, self.positions, window)
@@ -139,9 +147,9 @@ class Attend:
             mask = None
             if not bool(seen.all()):
                 mask = torch.zeros(seen.shape, dtype=self.dtype).masked_fill_(~seen, float("-inf"))
-                mask = mask.unsqueeze(1).to(self.device)
-            group.masks[window] = mask
-        return group.masks[window]
+                mask = mask.repeat(1, share, 1).unsqueeze(1).to(self.device)
+            group.masks[window, share] = mask
+        return group.masks[window, share]
 
 
 def alike(spans: Seq[Span]) -> list[list[Span]]:
@@ -187,20 +195,33 @@ def visible(span: Span, positions: Tensor, window: int | None) -> Tensor:
     return seen
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:
-    """q: [b, heads, rows, dim]; k, v: [b, kv_heads, length, ·]; mask: [b, 1, rows, length]. Returns q's
-    layout.
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head, share: int = 1, steady: bool = False
+) -> Tensor:
+    """q: [b, heads, rows, dim]; k, v: [b, kv_heads, length, ·]; mask: [b, 1, share * rows, length]. Returns
+    q's layout.
 
-    The heads that share a key are folded into the rows of one head when rows are few: the keys are then read
-    once a group instead of once a head.
+    `share` heads that share a key are folded into the rows of one head: the keys are then read once a group
+    instead of once a head. steady: a row's bits do not depend on the other rows, where all keys are folded.
     """
-    b, heads, rows, dim = q.shape
-    share = heads // k.shape[1]
-    if share > 1 and rows <= FEW_ROWS:
-        q = q.reshape(b, k.shape[1], share * rows, dim)
-        mask = None if mask is None else mask.repeat(1, 1, share, 1)
-        return _attention(q, k, v, mask, head).reshape(b, heads, rows, v.shape[-1])
-    return _attention(q, k, v, mask, head)
+    b, heads, rows, _ = q.shape
+    if share > 1:
+        q = q.reshape(b, k.shape[1], share * rows, -1)
+    if steady and q.shape[1] == k.shape[1] and head.softcap is None and rows <= FEW_ROWS:
+        return _steady(q, k, v, mask, head).reshape(b, heads, rows, -1)
+    return _attention(q, k, v, mask, head).reshape(b, heads, rows, -1)
+
+
+def _steady(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:
+    """Keys times queries, not the other way round: no matrix is laid out anew, and rows are columns."""
+    alone = q.shape[2] == 1
+    if alone:  # one row of a product takes another kernel
+        q = q.expand(-1, -1, 2, -1)
+    scale = q.shape[-1] ** -0.5 if head.scale is None else head.scale
+    scores = torch.matmul(k, q.transpose(2, 3)).transpose(2, 3)
+    scores = scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
+    out = torch.matmul(torch.softmax(scores, dim=-1), v)
+    return out[:, :, :1] if alone else out
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:
