@@ -14,6 +14,7 @@ from typing import Annotated, NoReturn
 import typer
 
 import foredraft
+from foredraft.cli.advise import advise
 from foredraft.cli.chat import chat
 from foredraft.cli.check import check
 from foredraft.cli.convert import convert
@@ -36,7 +37,7 @@ app = typer.Typer(
     help="Make a large language model answer faster without changing what it says.",
     epilog="Start with [bold]foredraft demo[/bold].",
 )
-for command in (generate, chat, serve, demo, pull, measure, check, report, mock_server, convert):
+for command in (generate, chat, serve, demo, pull, measure, check, advise, report, mock_server, convert):
     app.command()(command)
 
 

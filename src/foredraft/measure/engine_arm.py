@@ -99,6 +99,7 @@ class Bench:
             kv_tokens=kv_tokens,
             budget=budget,
             tree=tree if model is not None else None,
+            target=target,
         )
         return Engine(
             self.target,

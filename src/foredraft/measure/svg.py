@@ -12,7 +12,7 @@ from html import escape
 import numpy as np
 
 WIDTH, HEIGHT = 560, 280
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 14, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 16, 24, 44
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,205 @@
+"""`foredraft advise`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.arms import Answering, Asked
+from foredraft.cli.options import takes_options
+from foredraft.cli.output import note, print_json
+from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foredraft.measure.advise import Advice, Method, Traffic
+    from foredraft.measure.engine_arm import Bench, Job
+    from foredraft.measure.records import Record
+    from foredraft.measure.workload import Ask
+
+
+@takes_options
+def advise(
+    asked: Asked,
+    answering: Answering,
+    record: Annotated[
+        list[Path] | None,
+        typer.Option(help="Advise from what measure wrote, without running anything; may be repeated."),
+    ] = None,
+    measured: Annotated[
+        list[Path] | None, typer.Option(help="Show what measure wrote beside the predictions.")
+    ] = None,
+    load: Annotated[str, typer.Option(help="Requests at once, several loads as 1,4,16.")] = "1,4,16",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the advice as one JSON object.")] = False,
+) -> None:
+    """Predict which draft pays, with which budget, up to which load.
+
+    The target answers the requests once; each draft is replayed against these answers, passes are timed, and
+    both together give the speed-up. Or from a measurement alone, of any server.
+
+    [bold]Examples[/bold]
+
+    foredraft advise --requests requests.jsonl --draft ngram,suffix --load 1,4,16
+
+    foredraft advise --record measure.jsonl
+    """
+    from foredraft.measure.records import read_record
+
+    if record:
+        _from_record(read_record(record), as_json)
+        return
+    if answering.servers:
+        raise ConfigError("a server cannot be replayed: measure it, then use advise --record measure.jsonl")
+    beside = read_record(measured) if measured else None
+    advice = _predicted(asked, answering, load)
+    _show(advice, beside, as_json)
+
+
+def _predicted(asked: Asked, answering: Answering, load: str) -> Advice:
+    from rich.console import Console
+
+    from foredraft.measure.advise import predict
+    from foredraft.measure.engine_arm import open_bench
+    from foredraft.measure.workload import parse_loads
+
+    asks = asked.load_asks()
+    loads = parse_loads(load)
+    bench = open_bench(answering.load_llm(), asks, loads)
+    methods = [_method(bench, draft) for _, draft, _ in answering.drafts() if draft != "none"]
+    if not methods:
+        raise ConfigError(f"--draft {answering.draft} names no draft to judge: use ngram,suffix")
+    with Console(stderr=True).status("answering the requests") as status:
+        traffic = _traffic(bench, asks)
+        at_once = sorted({one.concurrency or 1 for one in loads})
+        return predict(bench.target, methods, traffic, at_once, status.update)
+
+
+def _traffic(bench: Bench, asks: Sequence[Ask]) -> Traffic:
+    """Let the target answer, greedily and plainly."""
+    from dataclasses import replace
+
+    from foredraft.measure.advise import Traffic
+    from foredraft.measure.replay import Known
+
+    engine = bench.engine("none")
+    jobs: dict[str, Job] = {}
+    for ask in asks:
+        job = bench.encode(ask)
+        jobs[engine.add(job.prompt, replace(job.params, temperature=0.0, logprobs=0))] = job
+    ids: dict[str, list[int]] = {request: [] for request in jobs}
+    logprobs: list[float] = []
+    while engine.has_work:
+        for output in engine.step():
+            ids[output.request_id] += output.token_ids
+            logprobs += [entry.logprob for entry in output.logprobs or ()]
+    known = tuple(Known(tuple(job.prompt), tuple(ids[request])) for request, job in jobs.items())
+    temperature = max(job.params.temperature for job in jobs.values())
+    return Traffic(known, temperature, sum(logprobs) / len(logprobs))
+
+
+def _method(bench: Bench, draft: str) -> Method:
+    from foredraft import zoo
+    from foredraft.measure.advise import LOOKUPS, Method
+    from foredraft.propose import load_draft, make_drafting
+
+    target: Any = bench.target
+    model = load_draft(draft, target=target, tokenizer=bench.llm.tokenizer)
+
+    def make(tokens: int) -> Any:
+        drafting = make_drafting(draft, model, vocab_size=target.vocab_size, kv_tokens=tokens, budget=4)
+        return drafting.proposer
+
+    size = 0
+    if draft not in LOOKUPS and model is not None:
+        size = sum(file.stat().st_size for file in zoo.resolve(draft).glob("*.safetensors"))
+    return Method(draft, make, size)
+
+
+def _show(advice: Advice, beside: Record | None, as_json: bool) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = _rows(advice, beside)
+    if as_json:
+        print_json({"best": rows, **asdict(advice)})
+        return
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="best budget of each draft")
+    for column in ("load", "draft", "budget", "accept_rate", "mean_emitted", "predicted", "measured"):
+        table.add_column(column, justify="left" if column == "draft" else "right")
+    for row in rows:
+        table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v or "-") for v in row.values()))
+    Console(width=110).print(table)
+    for line in _verdicts(advice):
+        print(line)
+
+
+def _rows(advice: Advice, beside: Record | None) -> list[dict[str, Any]]:
+    from foredraft.measure.stats import figures
+
+    rows = []
+    for load in advice.loads:
+        for method in dict.fromkeys(p.method for p in advice.predictions):
+            best = advice.of(method, load)
+            found = None
+            if beside is not None:
+                arms = [arm for arm in (f"{method}:{best.budget}", method) if arm in beside.arms]
+                found = figures(beside, arms[0], str(load)) if arms else None
+            ratio = found.speedup.value if found is not None and found.speedup is not None else None
+            row = {"load": load, "draft": method, "budget": best.budget, "accept_rate": best.accept_rate}
+            row |= {"mean_emitted": best.mean_emitted, "predicted": best.speedup, "measured": ratio}
+            rows.append(row)
+    return rows
+
+
+def _verdicts(advice: Advice) -> list[str]:
+    """The best of each load, what speaks against it, and configuration for the first load."""
+    from foredraft.measure.advise import WORTH
+    from foredraft.measure.recipes import recipes
+
+    lines = []
+    for load in advice.loads:
+        best = advice.best(load)
+        if best.speedup < WORTH:
+            lines.append(f"Load {load}: leave drafting off; the best, {best.method}, is {best.speedup:.2f}x.")
+        else:
+            lines.append(
+                f"Load {load}: {best.method} with budget {best.budget}, {best.speedup:.2f}x predicted."
+            )
+    lines += [f"- {reason}" for reason in advice.reasons]
+    best = advice.best(advice.loads[0])
+    even = advice.break_even(best.method)
+    budget = best.budget if best.speedup >= WORTH else 0
+    return [*lines, "", *recipes(best.method, budget, int(even) if even and even > 1 else None)]
+
+
+def _from_record(record: Record, as_json: bool) -> None:
+    from foredraft.measure.advise import LOW, WORTH, break_even
+    from foredraft.measure.from_record import estimates
+    from foredraft.measure.recipes import recipes
+
+    found = estimates(record)
+    if as_json:
+        print_json({"estimates": [asdict(one) for one in found]})
+        return
+    for one in found:
+        what = f"budget {one.best_budget} would give {one.best_speedup:.2f}x between the prompt and the end"
+        if one.best_speedup < WORTH:
+            what = "no budget pays"
+        print(
+            f"Load {one.load}: {one.arm} drafted {one.drafted:.1f} a step, {one.accept_rate:.0%} accepted, "
+            f"each node costing {one.node_cost:.3f} of a step: {one.measured:.2f}x measured; {what}."
+        )
+        if one.accept_rate < LOW:
+            note(f"{one.arm}: under {LOW:.0%} accepted: a poor draft for this")
+    for arm in dict.fromkeys(one.arm for one in found):
+        mine = [one for one in found if one.arm == arm and one.load.isdecimal()]
+        even = break_even([(int(one.load), one.measured) for one in mine])
+        if even is not None:
+            print(f"{arm}: pays below about {even:.0f} requests at once.")
+        if mine:
+            print("\n".join(recipes(arm, mine[0].best_budget, int(even) if even and even > 1 else None)))

@@ -1,0 +1,70 @@
+"""Advice from a measurement alone: its acceptance by depth, and what a drafted step took at each load."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from foredraft.errors import ConfigError
+from foredraft.measure.records import Record
+from foredraft.measure.stats import Figures, figures
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A variant at a load: what was measured, and the budget that would have been best.
+
+    Drafting `drafted` nodes made a step take 1 + drafted * node_cost plain ones.
+    """
+
+    arm: str
+    load: str
+    measured: float
+    drafted: float
+    node_cost: float
+    accept_rate: float
+    best_budget: int
+    best_speedup: float
+
+
+def estimates(record: Record) -> list[Estimate]:
+    """Return an estimate for each variant and load that tells its acceptance; raises ConfigError if none."""
+    found = []
+    for load in record.header.loads:
+        base = figures(record, record.arms[0], load)
+        for arm in record.arms[1:]:
+            mine = figures(record, arm, load)
+            if base is not None and mine is not None:
+                estimate = _estimate(base, mine)
+                found += [estimate] if estimate is not None else []
+    if not found:
+        raise ConfigError(
+            "the record has no variant that tells its acceptance: nothing can be advised from it"
+        )
+    return found
+
+
+def _estimate(base: Figures, mine: Figures) -> Estimate | None:
+    told, emitted, rate = mine.acceptance, mine.mean_emitted, mine.accept_rate
+    if told is None or not told.steps or not told.drafted or emitted is None or rate is None:
+        return None
+    if mine.speedup is None or not base.inter_token or not mine.inter_token:
+        return None
+    drafted = told.drafted / told.steps
+    node_cost = max(mine.inter_token * emitted / base.inter_token - 1, 0.0) / drafted
+    reached = mine.accepted_at or _geometric(rate, round(drafted))
+    tokens, best, speed = 1.0, 0, 1.0
+    for budget, share in enumerate(reached, 1):
+        tokens += share
+        if tokens / (1 + budget * node_cost) > speed:
+            best, speed = budget, tokens / (1 + budget * node_cost)
+    return Estimate(mine.arm, mine.load, mine.speedup.value, drafted, node_cost, rate, best, speed)
+
+
+def _geometric(rate: float, levels: int) -> list[float]:
+    """Shares by depth for an acceptance that is the same at every depth, given the mean over all levels."""
+    low, high = 0.0, 1.0
+    for _ in range(40):
+        middle = (low + high) / 2
+        mean = sum(middle**depth for depth in range(1, levels + 1)) / max(levels, 1)
+        low, high = (middle, high) if mean < rate else (low, middle)
+    return [low**depth for depth in range(1, levels + 1)]
