@@ -1,0 +1,251 @@
+"""EAGLE: one decoder layer that goes on where the target's features end (Li et al., arXiv 2401.15077), with
+fused features (EAGLE-3, arXiv 2503.01840) and a tree grown by confidence (EAGLE-2, arXiv 2406.16858).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from math import exp
+
+import torch
+from torch import Tensor
+
+from foredraft import sampling
+from foredraft.engine.batch import Batch, Feed, make_batch
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.sequence import Sequence
+from foredraft.models.attention import Attend, Head
+from foredraft.models.heads import EagleLayer
+from foredraft.tree import path_to
+from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
+
+_FEW = 64  # features that wait to be fed with the next draft; more are fed at once
+_WIDTH = 4  # nodes of a level that are continued, and candidates below each
+_LEVELS = 8  # the deepest draft
+_WORTH = 0.15  # chance that a level's best nodes are all right so far, under which no deeper level is tried
+
+
+@dataclass(slots=True, eq=False)
+class _State:
+    """Features [waiting, fused width] of a request that the cache does not hold yet, and of which position
+    the first is.
+    """
+
+    first: int
+    waiting: Tensor
+
+
+@dataclass(slots=True, eq=False)
+class _Growing:
+    """A tree in the making. Candidate c: its token, the fed node it hangs from (-1: the root), and the joint
+    log-probability of the path to it. Fed nodes are candidates that the head has continued.
+    """
+
+    seq: Sequence
+    budget: int
+    levels: int
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    fed: list[int] = field(default_factory=list)  # the candidate of each fed node
+    features: Tensor | None = None  # [fed nodes, hidden], or the root's [1, hidden]
+    frontier: int = 0  # fed nodes below this are continued already
+    laws: list[Tensor] = field(default_factory=list)  # of a drawn chain only
+
+    def fed_draft(self, count: int) -> Draft:
+        """Return the first `count` fed nodes as a draft."""
+        tokens = [self.tokens[c] for c in self.fed[:count]]
+        return Draft(
+            torch.tensor(tokens, dtype=torch.int64), tuple(self.parents[c] for c in self.fed[:count])
+        )
+
+    def draft(self) -> Draft:
+        """Return the best candidates, as many as the budget allows: none without its parent, which is
+        likelier.
+        """
+        order = sorted(range(len(self.tokens)), key=lambda c: (-self.scores[c], c))[: self.budget]
+        if not order:
+            return NO_DRAFT
+        kept = sorted(order)
+        node_of = {candidate: node for node, candidate in enumerate(kept)}
+        parents = [-1 if self.parents[c] < 0 else node_of[self.fed[self.parents[c]]] for c in kept]
+        tokens = torch.tensor([self.tokens[c] for c in kept])
+        if not self.laws:
+            return Draft(tokens, tuple(parents))
+        return Draft(tokens, tuple(parents), torch.stack([*self.laws, torch.zeros_like(self.laws[0])]), "iid")
+
+
+class EagleProposer:
+    """Drafts with an EAGLE head: a tree of its likeliest tokens, or for sampled requests, if `drawn`, a chain
+    drawn from its law.
+
+    The head's cache has the slots of the target's: what the head read at a position lies where the target's
+    own keys do, so a shared beginning of a prompt is shared here too. embedding [vocab, hidden] and lm_head
+    [draft vocab, hidden], which a head with a projection of its own does not need, are the target's.
+    """
+
+    def __init__(
+        self, head: EagleLayer, *, embedding: Tensor, lm_head: Tensor, kv_tokens: int, drawn: bool = False
+    ) -> None:
+        config = head.config
+        self.head, self.drawn, self.embedding = head, drawn, embedding
+        self.needs = Needs(hidden_layers=config.hidden_layers, draw="iid" if drawn else "fixed")
+        self.target_ids = head.target_ids
+        own = head.lm_head.weight if head.lm_head is not None else lm_head
+        self.to_logits = own.detach().to(embedding.dtype).contiguous()
+        shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
+        self._kv = KVCache([shape], kv_tokens, dtype=embedding.dtype, device=embedding.device)
+        self._states: dict[str, _State] = {}
+
+    @torch.inference_mode()
+    def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
+        """Return one draft a sequence; the head runs once a level for all of them together."""
+        drafts = [self._begin(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
+        growing = [draft for draft in drafts if draft.levels > 0]
+        while growing:
+            logits = self._next_logits(growing)
+            for draft, rows in zip(growing, logits, strict=True):
+                self._grow(draft, rows)
+            growing = [draft for draft in growing if self._continue(draft)]
+        return [draft.draft() for draft in drafts]
+
+    def _begin(self, seq: Sequence, budget: int) -> _Growing:
+        state = self._states.get(seq.request_id)
+        ready = state is not None and state.first + len(state.waiting) == len(seq.tokens) - 1
+        return _Growing(seq, budget, min(budget, seq.levels_left, _LEVELS) if ready else 0)
+
+    def _next_logits(self, growing: Seq[_Growing]) -> list[Tensor]:
+        """Feed what waits, or the newest fed nodes; return the logits after each, float32 [nodes, draft
+        vocab] a draft.
+        """
+        feeds, features = [], []
+        for draft in growing:
+            seq, state = draft.seq, self._states[draft.seq.request_id]
+            if not draft.tokens:
+                feeds.append(Feed(seq.tokens[state.first + 1 :], state.first, seq.table, NO_DRAFT))
+                features.append(self.head.fc(state.waiting))
+                state.first, state.waiting = len(seq.tokens) - 1, state.waiting[:0]
+            else:
+                nodes = draft.fed_draft(len(draft.fed))
+                feeds.append(Feed([], len(seq.tokens) - 1, seq.table, nodes, draft.frontier))
+                assert draft.features is not None
+                features.append(draft.features)
+        batch = make_batch(feeds)
+        out = self._run(batch, features[0] if len(features) == 1 else torch.cat(features))
+        found = []
+        for draft, rows in zip(growing, batch.logits_of, strict=True):
+            draft.features = out[batch.logit_rows[rows.start : rows.stop]]
+            draft.frontier = len(draft.fed)
+            found.append(torch.nn.functional.linear(self.head.norm(draft.features), self.to_logits).float())
+        return found
+
+    def _run(self, batch: Batch, features: Tensor) -> Tensor:
+        """Return the layer's output [rows, hidden] and write its cache."""
+        embeds = self.embedding[batch.token_ids]
+        query, key, value = self.head.qkv(embeds, features, self.head.cos_sin(batch.positions))
+        attend = Attend(batch, self._kv, self._kv.device, embeds.dtype)
+        found = attend(0, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), Head())
+        return self.head.finish(features, found.flatten(1))
+
+    def _grow(self, draft: _Growing, logits: Tensor) -> None:
+        """Add the candidates of one level; logits: [nodes, draft vocab], after the root or the newest fed
+        nodes.
+        """
+        params, draft.levels = draft.seq.params, draft.levels - 1
+        nodes = list(range(draft.frontier - len(logits), draft.frontier)) if draft.fed else [-1]
+        if sampling.needs_history(params) or params.logit_bias:
+            logits = self._processed(draft, logits, nodes)
+        if self.drawn and not params.greedy:
+            self._draw(draft, logits[0], nodes[0])
+            return
+        scaled = logits if params.greedy else logits / params.temperature
+        best, ids = torch.log_softmax(scaled, -1).topk(min(_WIDTH, logits.shape[-1]), -1)
+        tokens = self.target_ids[ids]
+        first = len(draft.tokens)
+        for node, row_scores, row_tokens in zip(nodes, best.tolist(), tokens.tolist(), strict=True):
+            above = draft.scores[draft.fed[node]] if node >= 0 else 0.0
+            for score, token in zip(row_scores, row_tokens, strict=True):
+                draft.tokens.append(token)
+                draft.parents.append(node)
+                draft.scores.append(above + score)
+        self._choose(draft, first)
+
+    def _choose(self, draft: _Growing, first: int) -> None:
+        """Mark for the next level the best of the newest candidates, where they can still get into the
+        draft.
+        """
+        newest = sorted(range(first, len(draft.tokens)), key=lambda c: -draft.scores[c])[:_WIDTH]
+        least = sorted(draft.scores, reverse=True)[: draft.budget][-1]
+        chosen = [c for c in newest if draft.scores[c] >= least]
+        if draft.levels <= 0 or sum(exp(draft.scores[c]) for c in chosen) < _WORTH:
+            return
+        assert draft.features is not None
+        rows = [draft.parents[c] - (draft.frontier - len(draft.features)) for c in chosen]
+        draft.features = draft.features[rows]
+        draft.fed += chosen
+
+    def _continue(self, draft: _Growing) -> bool:
+        return draft.levels > 0 and len(draft.fed) > draft.frontier
+
+    def _draw(self, draft: _Growing, logits: Tensor, node: int) -> None:
+        """Go on with a chain by one token drawn from the head's law."""
+        params, noise = draft.seq.params, draft.seq.noise
+        law = sampling.to_laws(self._everywhere(logits), params)
+        pos = len(draft.seq.tokens) + len(draft.tokens)
+        token = sampling.draw(law, noise if params.reproducible else noise.fork("draft"), pos)
+        draft.laws.append(law)
+        draft.tokens.append(token)
+        draft.parents.append(node)
+        draft.scores.append(0.0)
+        if draft.levels > 0:
+            draft.fed.append(len(draft.tokens) - 1)
+
+    def _processed(self, draft: _Growing, logits: Tensor, nodes: Seq[int]) -> Tensor:
+        """Apply penalties and bias at every node with the node's own history."""
+        params, seq = draft.seq.params, draft.seq
+        full = self._everywhere(logits)
+        if sampling.needs_history(params):
+            fed = draft.fed_draft(len(draft.fed))
+            paths = [[int(fed.tokens[n]) for n in path_to(fed.parents, node)] for node in nodes]
+            outputs = [seq.output + path for path in paths]
+            full = sampling.penalize(full, params, seq.tokens[: seq.prompt_len], outputs, frozenset())
+        return sampling.add_bias(full, params)[..., self.target_ids]
+
+    def _everywhere(self, logits: Tensor) -> Tensor:
+        """Return logits over the target's vocabulary, minus infinity where the head has no token."""
+        full = logits.new_full((*logits.shape[:-1], self.head.config.vocab_size), float("-inf"))
+        full[..., self.target_ids] = logits
+        return full
+
+    @torch.inference_mode()
+    def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
+        """Keep the features of what joined the cache; feed them if they are many."""
+        many = []
+        for seq, layers in zip(seqs, hidden, strict=True):
+            features = torch.cat(layers, dim=-1)
+            first = seq.kv_len - len(features)
+            state = self._states.get(seq.request_id)
+            if state is None or state.first + len(state.waiting) != first:
+                state = self._states[seq.request_id] = _State(first, features)
+            else:
+                state.waiting = torch.cat([state.waiting, features]) if len(state.waiting) else features
+            if len(state.waiting) > _FEW:
+                many.append((seq, state))
+        if many:
+            self._feed(many)
+
+    def _feed(self, many: Seq[tuple[Sequence, _State]]) -> None:
+        """Feed all waiting features but the last, with which the next draft begins."""
+        feeds = [
+            Feed(seq.tokens[state.first + 1 : seq.kv_len], state.first, seq.table, None)
+            for seq, state in many
+        ]
+        features = torch.cat([state.waiting[:-1] for _, state in many])
+        self._run(make_batch(feeds), self.head.fc(features))
+        for seq, state in many:
+            state.first, state.waiting = seq.kv_len - 1, state.waiting[-1:]
+
+    def forget(self, request_id: str) -> None:
+        """Drop what is kept for a request."""
+        self._states.pop(request_id, None)

@@ -1,0 +1,170 @@
+"""The loss of an EAGLE head, unrolled as it drafts (EAGLE-3, Li et al., arXiv 2503.01840, section 3.2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from foredraft.models.heads import EagleLayer
+from foredraft.train.data import Batch
+
+DECAY = 0.8  # of a level's weight in the loss, per level
+_FIRST = 2  # levels of the first epoch: while these are bad, later ones teach nothing
+_PROJECTED = 0.5  # share of the places whose later levels are projected to the vocabulary: that costs most
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """The places from which drafts start, and where they lie in a padded batch.
+
+    answer, row, column: int64 [places]; a place drafts from the token of its row on. column counts the rows
+    of an answer from its first place on.
+    """
+
+    answer: Tensor
+    row: Tensor
+    column: Tensor
+    left: Tensor  # how many rows follow in the answer
+    shape: tuple[int, int]  # answers, most columns
+
+    @classmethod
+    def of(cls, batch: Batch) -> _Tree:
+        answer, row = batch.places(0)
+        column = row - (batch.prompts[answer] - 1)
+        left = batch.rows[answer] - 1 - row
+        return cls(answer, row, column, left, (len(batch.rows), int(column.max()) + 1))
+
+    def padded(self, values: Tensor) -> Tensor:
+        """values: [places, ...]. Returns [answers, columns, ...], zeros where there is no place."""
+        out = values.new_zeros(*self.shape, *values.shape[1:])
+        return out.index_put((self.answer, self.column), values)
+
+
+class EagleLoss(nn.Module):
+    """Cross-entropy of `levels` guesses in a row against the target's laws, from every token of an answer.
+
+    embedding: [vocab, hidden] and lm_head: [vocab, hidden] are the target's. Level 0 reads the target's
+    features, each later one the head's own output and the answer's next token.
+    """
+
+    def __init__(self, head: EagleLayer, embedding: Tensor, lm_head: Tensor, levels: int) -> None:
+        super().__init__()
+        self.head, self.levels = head, levels
+        self.embedding = embedding
+        self.vocabulary = lm_head[head.target_ids]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def forward(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the loss, and of each level the share of places where the likeliest guess is the target's,
+        given that those before were, float32 [levels].
+        """
+        head, tree = self.head, _Tree.of(batch)
+        width = len(head.config.hidden_layers) * head.config.hidden_size
+        wanted, wanted_best = self._target(batch, tree)
+        fused = head.fc(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
+        keys, values, features = self._context(batch, fused)
+        extra: list[tuple[Tensor, Tensor]] = []
+        features = features[tree.answer, tree.row - 1]
+        loss = features.new_zeros((), dtype=torch.float32)
+        right = torch.ones(len(tree.row), dtype=torch.bool)
+        shares = []
+        for level in range(min(self.levels, _FIRST + epoch)):
+            embeds = self.embedding[
+                batch.ids[tree.answer, (tree.row + level).clamp(max=batch.ids.shape[1] - 1)]
+            ]
+            query, key, value = head.qkv(embeds.to(features.dtype), features, head.cos_sin(tree.row + level))
+            if level:
+                extra.append((key, value))
+            attended = attend(tree, query, keys, values, extra)
+            features = head.finish(features, attended)
+            judged = (tree.left >= level).nonzero().flatten()
+            if level:
+                chosen = torch.rand(len(judged), generator=self.generator) < _PROJECTED
+                judged = judged[chosen]
+            logits = self._project(features[judged])
+            # The law after a place's token stands at its own row, and `level` rows further down.
+            law = wanted[judged + level]
+            loss = loss - DECAY**level * (law * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
+            hit = logits.argmax(-1) == wanted_best[judged + level]
+            known = right[judged]
+            shares.append((hit & known).sum() / known.sum().clamp(min=1))
+            right = torch.zeros_like(right).index_put((judged,), hit & known)
+        return loss, torch.stack(shares)
+
+    def _project(self, features: Tensor) -> Tensor:
+        x = self.head.norm(features)
+        return x @ self.vocabulary.to(x.dtype).t() if self.head.lm_head is None else self.head.lm_head(x)
+
+    @torch.no_grad()
+    def _target(self, batch: Batch, tree: _Tree) -> tuple[Tensor, Tensor]:
+        """Return the target's laws over the draft's vocabulary, float32 [places, draft vocab], and the draft
+        ids of its likeliest tokens (-1 where the draft has no such token).
+        """
+        last = batch.states[tree.answer, tree.row, -self.vocabulary.shape[1] :]
+        logits = (last @ self.vocabulary.to(last.dtype).t()).float()
+        return torch.softmax(logits, -1), logits.argmax(-1)
+
+    def _context(self, batch: Batch, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values [answers, rows - 1, kv_heads, dim] of all that the target has read."""
+        answers, rows, _ = fused.shape
+        positions = torch.arange(1, rows + 1).repeat(answers)
+        embeds = self.embedding[batch.ids[:, 1 : rows + 1]].to(fused.dtype)
+        _, key, value = self.head.qkv(embeds.flatten(0, 1), fused.flatten(0, 1), self.head.cos_sin(positions))
+        return key.unflatten(0, (answers, rows)), value.unflatten(0, (answers, rows)), fused
+
+
+def attend(
+    tree: _Tree, query: Tensor, keys: Tensor, values: Tensor, extra: list[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Attend from each place to what the target has read up to its row, and to its own earlier levels.
+
+    query: [places, heads, dim]; keys, values: [answers, rows - 1, kv_heads, dim], of rows 1 …; extra: of each
+    level the keys and values [places, kv_heads, dim]. Returns [places, heads * dim].
+    """
+    dim, kv_heads, share = query.shape[-1], keys.shape[2], query.shape[1] // keys.shape[2]
+    q = tree.padded(query * dim**-0.5).unflatten(2, (kv_heads, share))  # [answers, columns, kv, share, dim]
+    folded = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [answers, kv, share * columns, dim]
+    scores = folded @ keys.permute(0, 2, 3, 1).to(folded.dtype)  # [answers, kv, share * columns, rows - 1]
+    first = torch.zeros(tree.shape, dtype=torch.int64).index_put((tree.answer, tree.column), tree.row)
+    seen = torch.arange(1, keys.shape[1] + 1) <= first[..., None]  # [answers, columns, rows - 1]
+    scores = scores.unflatten(2, (share, -1)).masked_fill(~seen[:, None, None], -1e4)
+    own = [
+        torch.einsum("acksd,ackd->aksc", q, tree.padded(key).to(q.dtype)).unsqueeze(-1) for key, _ in extra
+    ]
+    weights = torch.softmax(torch.cat([scores, *own], -1).float(), -1).to(values.dtype)
+    count = keys.shape[1]
+    out = weights[..., :count].flatten(2, 3) @ values.transpose(1, 2)  # [answers, kv, share * columns, dim]
+    out = out.unflatten(2, (share, -1))
+    for number, (_, value) in enumerate(extra):
+        beside = tree.padded(value).permute(0, 2, 1, 3).unsqueeze(2)  # [answers, kv, 1, columns, dim]
+        out = out + weights[..., count + number].unsqueeze(-1) * beside
+    return out.permute(0, 3, 1, 2, 4)[tree.answer, tree.column].flatten(1)
+
+
+def from_last_layer(head: EagleLayer, target: nn.Module) -> None:
+    """Begin with the target's last layer and norm, fed with the last fused features: a start that already
+    speaks the target's language.
+    """
+    inner = target.get_submodule("model")
+    last = inner.get_submodule("layers")[-1]
+    middle, width = head.midlayer, head.config.hidden_size
+    with torch.no_grad():
+        for name in ("q_proj", "k_proj", "v_proj"):
+            own: nn.Linear = getattr(middle.self_attn, name)
+            own.weight[:, width:] = getattr(last.self_attn, name).weight
+        same = torch.empty(head.config.kv_heads * head.config.head_dim, width)
+        nn.init.orthogonal_(same)
+        share = head.config.heads // head.config.kv_heads
+        each = same.view(head.config.kv_heads, 1, -1, width).expand(-1, share, -1, -1)
+        middle.self_attn.k_proj.weight[:, :width] = same
+        middle.self_attn.q_proj.weight[:, :width] = each.reshape(-1, width)
+        middle.self_attn.v_proj.weight[:, :width] = same
+        middle.self_attn.o_proj.weight.copy_(last.self_attn.o_proj.weight)
+        middle.mlp.load_state_dict(last.mlp.state_dict())
+        middle.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
+        middle.hidden_norm.weight.copy_(last.input_layernorm.weight)
+        head.norm.weight.copy_(inner.get_submodule("norm").weight)
+        head.fc.weight.normal_(std=0.01)
+        head.fc.weight[:, -width:] += torch.eye(width)
