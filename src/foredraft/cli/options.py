@@ -46,8 +46,8 @@ class Loading:
     ] = ""
     dtype: Annotated[str, _option(MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
 
-    def load(self, *, prefix_cache: bool = True) -> LLM:
-        """Fetch the model if it is not there, and load it."""
+    def load(self, *, prefix_cache: bool = True, **sizes: Any) -> LLM:
+        """Fetch the model if it is not there, and load it; `sizes` are further options of LLM."""
         budget, tree = _budget(self.budget), _tree(self.tree)
         from rich.console import Console
         from transformers.utils import logging
@@ -59,7 +59,9 @@ class Loading:
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
         with Console(stderr=True).status(f"loading {self.model}"):
-            return LLM(path, draft, budget=budget, dtype=self.dtype, tree=tree, prefix_cache=prefix_cache)
+            return LLM(
+                path, draft, budget=budget, dtype=self.dtype, tree=tree, prefix_cache=prefix_cache, **sizes
+            )
 
 
 @dataclass(frozen=True)

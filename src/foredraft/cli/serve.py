@@ -1,0 +1,158 @@
+"""`foredraft serve`."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foredraft.cli.options import Loading, takes_options
+from foredraft.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foredraft.server.config import CaptureConfig, ServeConfig
+
+WHERE, LIMITS, CAPTURE = "Where and for whom", "Limits", "Capture"
+_NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
+
+
+def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where the server listens, and whom it answers."""
+
+    host: Annotated[str, _option(WHERE, "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, _option(WHERE, "Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    name: Annotated[str, _option(WHERE, "What clients call the model; by default as --model says.")] = ""
+    api_key: Annotated[
+        list[str],
+        _option(
+            WHERE, "Key that clients must send; may be repeated.", "--api-key", envvar="FOREDRAFT_API_KEY"
+        ),
+    ] = field(default_factory=list)
+    api_key_file: Annotated[Path | None, _option(WHERE, "File of keys, one a line.")] = None
+    cors_origin: Annotated[
+        list[str],
+        _option(WHERE, "Web origin that may call; may be repeated. None by default.", "--cors-origin"),
+    ] = field(default_factory=list)
+    log_level: Annotated[str, _option(WHERE, "debug, info, warning or error.")] = "info"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How much is taken on."""
+
+    max_seqs: Annotated[int, _option(LIMITS, "Answers written at once.", min=1)] = 16
+    max_queue: Annotated[int, _option(LIMITS, "Answers that may wait; more are refused (429).", min=0)] = 64
+    max_len: Annotated[int | None, _option(LIMITS, "Longest prompt and answer, in tokens.", min=2)] = None
+    max_tokens: Annotated[int | None, _option(LIMITS, "Longest answer, in tokens.", min=1)] = None
+    max_body_mb: Annotated[float, _option(LIMITS, "Largest request body.", min=0.001)] = 4.0
+    deadline: Annotated[float, _option(LIMITS, "Seconds that a request may take.", min=0.1)] = 600.0
+    grace: Annotated[float, _option(LIMITS, "Seconds that answers may go on at shutdown.", min=0)] = 20.0
+    kv_gb: Annotated[float | None, _option(LIMITS, "Memory for the KV cache, in GB.")] = None
+
+
+@dataclass(frozen=True)
+class Capturing:
+    """Whether and how requests are recorded."""
+
+    capture: Annotated[Path | None, _option(CAPTURE, "File that requests are appended to.")] = None
+    capture_share: Annotated[float, _option(CAPTURE, "Share of the requests, up to 1.")] = 1.0
+    capture_max_mb: Annotated[float, _option(CAPTURE, "Size at which the file is put aside.")] = 256.0
+    capture_keep: Annotated[int, _option(CAPTURE, "Files that are kept in all.")] = 4
+    capture_redact: Annotated[
+        list[str],
+        _option(CAPTURE, "Field to blot out, as messages.content; may be repeated.", "--capture-redact"),
+    ] = field(default_factory=list)
+
+    def config(self) -> CaptureConfig | None:
+        """Return it checked; None if nothing is captured."""
+        from foredraft.server.config import CaptureConfig
+
+        if self.capture is None:
+            return None
+        size = int(self.capture_max_mb * 1e6)
+        return CaptureConfig(
+            self.capture, self.capture_share, size, self.capture_keep, tuple(self.capture_redact)
+        )
+
+
+@takes_options
+def serve(loading: Loading, address: Address, limits: Limits, capturing: Capturing) -> None:
+    """Serve the model over HTTP, as OpenAI's API has it.
+
+    Needs pip install 'foredraft\\[serve]'. Open the address in a browser to chat and watch the draft. SIGTERM
+    or Ctrl-C lets running answers finish.
+
+    [bold]Examples[/bold]
+
+    foredraft serve --draft ngram
+
+    foredraft serve --model smollm2-135m --port 8001 --api-key-file keys.txt --capture requests.jsonl
+    """
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'foredraft[serve]'")
+    config = _config(loading, address, limits, capturing)
+    if address.log_level not in ("debug", "info", "warning", "error"):
+        raise ConfigError(f"--log-level {address.log_level!r} is unknown: use debug, info, warning or error")
+    with _listen(address.host, address.port) as listener:
+        _run(loading, address, limits, config, listener)
+
+
+def _config(loading: Loading, address: Address, limits: Limits, capturing: Capturing) -> ServeConfig:
+    from foredraft.server.config import ServeConfig, read_keys
+
+    keys = tuple(address.api_key)
+    if any(not key.strip() or not key.isascii() for key in keys):
+        raise ConfigError("--api-key is empty or not ASCII: give one that a header can carry")
+    if address.api_key_file is not None:
+        keys += read_keys(address.api_key_file)
+    return ServeConfig(
+        model_name=address.name or loading.model,
+        max_seqs=limits.max_seqs,
+        max_queue=limits.max_queue,
+        max_body=int(limits.max_body_mb * 1e6),
+        max_tokens=limits.max_tokens,
+        deadline_s=limits.deadline,
+        grace_s=limits.grace,
+        api_keys=keys,
+        cors_origins=tuple(address.cors_origin),
+        capture=capturing.config(),
+    )
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Take the port before the model is loaded, so that a taken one is told at once."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on ({reason}): use another --host or --port"
+        ) from error
+
+
+def _run(
+    loading: Loading, address: Address, limits: Limits, config: ServeConfig, listener: socket.socket
+) -> None:
+    from foredraft.cli.output import note
+    from foredraft.server.app import create_app, make_server, make_service
+    from foredraft.server.logs import log_as_json
+
+    llm = loading.load(max_seqs=limits.max_seqs, max_len=limits.max_len, kv_gb=limits.kv_gb)
+    service = make_service(llm, config)
+    log_as_json(address.log_level)
+    host, port = listener.getsockname()[:2]
+    shown = f"[{host}]" if ":" in host else host
+    note(f"{config.model_name} at http://{shown}:{port}, draft {loading.draft}; Ctrl-C ends")
+    server = make_server(create_app(service, draft=loading.draft), service)
+    server.run(sockets=[listener])

@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server around one LLM. Needs the extra: pip install 'foredraft[serve]'."""

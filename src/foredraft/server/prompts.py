@@ -1,0 +1,225 @@
+"""From a request to prompts, sampling parameters and a grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from foredraft.errors import ConfigError
+from foredraft.server.errors import ApiError
+from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker, MatcherGrammar
+from foredraft.server.schemas import (
+    ChatRequest,
+    CompletionRequest,
+    JsonObject,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    Tool,
+)
+from foredraft.text import encode_chat
+from foredraft.types import MAX_SEED, SamplingParams
+
+MAX_PROMPTS = 64
+_TOOLS = """You can call these functions; each line is one, with a JSON schema of its arguments:
+{functions}
+To call one, answer with nothing but
+<tool_call>
+{{"name": "the function's name", "arguments": {{its arguments}}}}
+</tool_call>"""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One answer that the engine is asked for."""
+
+    prompt: list[int]
+    params: SamplingParams
+    grammar: MatcherGrammar | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All answers that a request asks for. calls: they may be tool calls."""
+
+    asked: list[Asked]
+    prompt_tokens: int
+    calls: bool = False
+
+
+class Preparer:
+    """Knows the model's tokenizer and limits. Used by one thread at a time."""
+
+    def __init__(
+        self, tokenizer: Any, grammars: GrammarMaker, *, max_len: int, max_tokens: int | None
+    ) -> None:
+        self._tokenizer, self._grammars = tokenizer, grammars
+        self._max_len, self._max_tokens = max_len, max_tokens
+
+    def chat(self, body: ChatRequest) -> Prepared:
+        """Prepare a chat completion; raises ApiError or a ForedraftError."""
+        tools = _tools(body)
+        prompt = encode_chat(self._tokenizer, _messages(body.messages, tools))
+        if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        if body.top_logprobs is not None and not body.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        limit = self._limit(body.max_completion_tokens or body.max_tokens, prompt)
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = _params(body, limit, logprobs)
+        grammar = self._grammar(body, tools)
+        return Prepared(_answers([prompt], params, body.n or 1, grammar), len(prompt), bool(tools))
+
+    def completion(self, body: CompletionRequest) -> Prepared:
+        """Prepare a text completion; raises ApiError or a ForedraftError."""
+        prompts = self._prompts(body.prompt)
+        n = body.n or 1
+        if len(prompts) * n > MAX_PROMPTS:
+            raise ApiError(400, f"{len(prompts)} prompts and n={n} ask for more than {MAX_PROMPTS} answers")
+        limit = self._limit(body.max_tokens or 16, prompts[0])
+        params = _params(body, limit, body.logprobs)
+        return Prepared(_answers(prompts, params, n, None), sum(len(prompt) for prompt in prompts))
+
+    def _prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
+        parts: list[Any] = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
+        if not parts:
+            raise ApiError(400, "prompt is empty: give a text or token ids", param="prompt")
+        return [list(self._tokenizer.encode(p)) if isinstance(p, str) else list(p) for p in parts]
+
+    def _limit(self, wanted: int | None, prompt: Sequence[int]) -> int:
+        if self._max_tokens is not None and wanted is not None and wanted > self._max_tokens:
+            raise ApiError(
+                400,
+                f"max_tokens={wanted} is more than this server gives: use {self._max_tokens} or less",
+                param="max_tokens",
+            )
+        room = max(1, self._max_len - len(prompt))
+        return min(room, wanted or self._max_tokens or room)
+
+    def _grammar(self, body: ChatRequest, tools: Sequence[Tool]) -> MatcherGrammar | None:
+        wanted = body.response_format
+        try:
+            if tools:
+                if isinstance(wanted, JsonObject | JsonSchemaFormat):
+                    raise ApiError(
+                        400, "response_format and tools exclude each other", param="response_format"
+                    )
+                return self._grammars.calls(_schema(tools), required=body.tool_choice not in (None, "auto"))
+            if isinstance(wanted, JsonObject):
+                return self._grammars.json({"type": "object"})
+            if isinstance(wanted, JsonSchemaFormat):
+                return self._grammars.json(wanted.json_schema.schema_)
+        except ConfigError as error:
+            raise ApiError(400, str(error), param="tools" if tools else "response_format") from error
+        return None
+
+
+def _is_ids(prompt: Sequence[Any]) -> bool:
+    return bool(prompt) and isinstance(prompt[0], int)
+
+
+def _params(body: ChatRequest | CompletionRequest, limit: int, logprobs: int | None) -> SamplingParams:
+    for token in body.logit_bias or {}:
+        if not re.fullmatch(r"[0-9]{1,9}", token):
+            raise ApiError(400, f"logit_bias has the key {token!r}, which is no token id", param="logit_bias")
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream: true", param="stream_options")
+    return body.params(max_tokens=limit, logprobs=logprobs)
+
+
+def _answers(
+    prompts: Sequence[list[int]], params: SamplingParams, n: int, grammar: MatcherGrammar | None
+) -> list[Asked]:
+    """Answer i to a request with seed s is what seed s + i gives alone."""
+    seeds = [None if params.seed is None else (params.seed + i) % (MAX_SEED + 1) for i in range(n)]
+    return [
+        Asked(prompt, replace(params, seed=seed), grammar.fork() if grammar is not None else None)
+        for prompt in prompts
+        for seed in seeds
+    ]
+
+
+def _tools(body: ChatRequest) -> list[Tool]:
+    """Return the tools that may be called."""
+    tools, choice = body.tools or [], body.tool_choice
+    if choice not in (None, "none") and not tools:
+        raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+    if choice == "none":
+        return []
+    if choice in (None, "auto", "required"):
+        return tools
+    assert isinstance(choice, NamedTool)
+    named = [tool for tool in tools if tool.function.name == choice.function.name]
+    if not named:
+        raise ApiError(
+            400, f"tool_choice names {choice.function.name!r}, which is not in tools", param="tool_choice"
+        )
+    return named
+
+
+def _schema(tools: Sequence[Tool]) -> dict[str, Any]:
+    """Return the JSON schema of a call to one of the tools."""
+    definitions: dict[str, Any] = {}
+    calls = []
+    for tool in tools:
+        arguments = dict(tool.function.parameters or {"type": "object"})
+        for key in ("$defs", "definitions"):
+            own = arguments.pop(key, {})
+            known = definitions.setdefault(key, {}) if own else {}
+            if not isinstance(own, dict) or any(
+                known.get(name, entry) != entry for name, entry in own.items()
+            ):
+                raise ApiError(400, f"tools define {key} differently: rename what differs", param="tools")
+            known.update(own)
+        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+        calls.append(
+            {
+                "type": "object",
+                "properties": properties,
+                "required": ["name", "arguments"],
+                "additionalProperties": False,
+            }
+        )
+    return {"anyOf": calls, **definitions}
+
+
+def _messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, str]]:
+    """Return the conversation as plain texts; tools are told in the first system message."""
+    turns = [_turn(index, message) for index, message in enumerate(messages)]
+    if tools:
+        functions = "\n".join(
+            json.dumps(tool.function.model_dump(exclude_none=True, exclude={"strict"})) for tool in tools
+        )
+        said = _TOOLS.format(functions=functions)
+        if turns[0]["role"] == "system":
+            turns[0]["content"] += f"\n\n{said}"
+        else:
+            turns.insert(0, {"role": "system", "content": said})
+    return turns
+
+
+def _turn(index: int, message: Message) -> dict[str, str]:
+    content = message.content
+    if isinstance(content, list):
+        content = "".join(part.text for part in content)
+    if message.tool_calls:
+        calls = [f"{CALL_BEGIN}{_call_text(index, c.function)}{CALL_END}" for c in message.tool_calls]
+        content = "\n".join([content, *calls] if content else calls)
+    if content is None:
+        raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
+    if message.role == "tool":  # a role that few templates know
+        return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
+    role = "system" if message.role == "developer" else message.role
+    return {"role": role, "content": content}
+
+
+def _call_text(index: int, call: Any) -> str:
+    try:
+        return json.dumps({"name": call.name, "arguments": json.loads(call.arguments)})
+    except (ValueError, RecursionError) as error:
+        raise ApiError(
+            400, f"messages[{index}] has a tool call whose arguments are no JSON", param="messages"
+        ) from error

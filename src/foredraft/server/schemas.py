@@ -1,0 +1,187 @@
+"""The requests that are understood. A field that is not here is refused by name."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foredraft.types import MAX_SEED, SamplingParams
+
+MAX_N = 16
+Token = Annotated[int, Field(ge=0)]
+Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Body(BaseModel):
+    """Strict: no unknown field, no number in a string, no NaN."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class Foredraft(Body):
+    """Our own part of a request. trace: chunks also say where each token came from."""
+
+    budget: Annotated[int, Field(ge=0, le=256)] | Literal["auto"] = "auto"
+    reproducible: bool = False
+    trace: bool = False
+
+
+class StreamOptions(Body):
+    """include_usage: a last chunk without choices tells the usage."""
+
+    include_usage: bool = False
+
+
+class Sampling(Body):
+    """What chat and text completions share; defaults are those of SamplingParams, null is the default."""
+
+    model: str | None = None
+    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: Annotated[int, Field(ge=0, le=MAX_SEED)] | None = None
+    max_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0, le=2**31)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
+    stop_token_ids: Annotated[list[Token], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_N)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    foredraft: Foredraft = Foredraft()
+
+    def params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
+        """Return the sampling parameters; raises ConfigError."""
+        same = (
+            "temperature top_p top_k min_p repetition_penalty presence_penalty frequency_penalty seed "
+            "min_tokens ignore_eos"
+        )
+        given = {name: getattr(self, name) for name in same.split() if getattr(self, name) is not None}
+        return SamplingParams(
+            **given,
+            max_tokens=max_tokens,
+            logprobs=logprobs,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            stop=(self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ()),
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            budget=self.foredraft.budget,
+            reproducible=self.foredraft.reproducible,
+        )
+
+
+class TextPart(Body):
+    """A part of a message; only text is understood."""
+
+    type: Literal["text"]
+    text: str
+
+
+class CalledFunction(Body):
+    """A call as an earlier answer made it; arguments is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """An earlier answer's call."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class Message(Body):
+    """One turn of a conversation."""
+
+    role: Annotated[str, Field(min_length=1, max_length=64)]
+    content: str | list[TextPart] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
+    tool_call_id: str | None = None
+
+
+class Function(Body):
+    """A function that the model may call; parameters is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    """A tool; only functions are understood."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    """The function that must be called."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The tool that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class PlainText(Body):
+    """No format."""
+
+    type: Literal["text"]
+
+
+class JsonObject(Body):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(Body):
+    """A schema and its name. It is always followed to the letter, strict or not."""
+
+    name: Annotated[str, Field(max_length=256)]
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """JSON that fits a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+Format = Annotated[PlainText | JsonObject | JsonSchemaFormat, Field(discriminator="type")]
+
+
+class ChatRequest(Sampling):
+    """Body of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: Format | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+
+
+class CompletionRequest(Sampling):
+    """Body of POST /v1/completions."""
+
+    prompt: str | list[str] | list[Token] | list[list[Token]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

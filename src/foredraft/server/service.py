@@ -1,0 +1,382 @@
+"""Requests on their way through the engine: admission, deadline, disconnects, streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from foredraft.errors import CapacityError, ConfigError, ForedraftError
+from foredraft.server import answers
+from foredraft.server.answers import Choice, TokenTexts
+from foredraft.server.capture import Capture
+from foredraft.server.config import ServeConfig
+from foredraft.server.errors import ApiError, refused
+from foredraft.server.metrics import Metrics
+from foredraft.server.prompts import Prepared, Preparer
+from foredraft.server.schemas import ChatRequest, CompletionRequest
+from foredraft.server.worker import EngineFailed, Ticket, Worker
+from foredraft.types import StepOutput
+
+Emit = Callable[[dict[str, Any]], Awaitable[None]]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection."""
+
+
+@dataclass(slots=True)
+class Running:
+    """One HTTP request whose answers are being written."""
+
+    body: ChatRequest | CompletionRequest
+    prepared: Prepared
+    choices: list[Choice]
+    ticket: Ticket
+    head: dict[str, Any]  # id, created, model
+
+
+class Service:
+    """All that the routes share. Lives in the event loop."""
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        worker: Worker,
+        preparer: Preparer,
+        texts: TokenTexts,
+        metrics: Metrics,
+        capture: Capture | None,
+    ) -> None:
+        self.config, self.worker, self.metrics, self.capture = config, worker, metrics, capture
+        self._preparer, self._texts = preparer, texts
+        self._prepare = ThreadPoolExecutor(1, "prepare")  # one: a tokenizer serves one thread at a time
+        self._places = 0  # answers that wait or run
+        self._seconds = 1.0  # that an answer takes, a running mean
+        self._active: set[asyncio.Task[Any]] = set()
+        self.draining = False
+
+    async def answer(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
+        """Answer a chat or text completion; raises ApiError."""
+        self._check(body)
+        deadline = time.monotonic() + self.config.deadline_s
+        self._record(request, body)
+        prepared = await self._prepared(body)
+        request.state.log["prompt_tokens"] = prepared.prompt_tokens
+        if body.stream:
+            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            return await EventStream.begin(self._stream(request, body, prepared, ready), ready, deadline)
+        work = self._whole(request, body, prepared)
+        try:
+            response: Response = await unless_gone(request.receive, _until(deadline, work))
+            return response
+        except ClientGone:
+            return Response(status_code=499)
+
+    def _check(self, body: ChatRequest | CompletionRequest) -> None:
+        if self.draining:
+            raise self._reject("shutdown", 503, "the server is shutting down", 5)
+        if not self.worker.alive:
+            raise ApiError(503, "the engine has stopped")
+        if body.model is not None and body.model != self.config.model_name:
+            known = self.config.model_name
+            raise ApiError(
+                404,
+                f"the model {body.model!r} does not exist: this server has {known!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def _record(self, request: Request, body: ChatRequest | CompletionRequest) -> None:
+        if self.capture is not None:
+            said = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
+            self.capture.record(request.state.request_id, request.url.path, said)
+
+    async def _prepared(self, body: ChatRequest | CompletionRequest) -> Prepared:
+        prepare: Any = self._preparer.chat if isinstance(body, ChatRequest) else self._preparer.completion
+        try:
+            prepared: Prepared = await asyncio.get_running_loop().run_in_executor(
+                self._prepare, prepare, body
+            )
+        except ForedraftError as error:
+            raise refused(error) from error
+        return prepared
+
+    def _reject(self, reason: str, status: int, message: str, after_s: float) -> ApiError:
+        self.metrics.rejected.labels(reason).inc()
+        return ApiError(status, message, code=reason, headers={"retry-after": str(math.ceil(after_s))})
+
+    @contextmanager
+    def _admitted(self, count: int) -> Iterator[None]:
+        """Take places for `count` answers, or refuse."""
+        most = self.config.max_seqs + self.config.max_queue
+        if self._places + count > most:
+            rounds = max(1, self._places / self.config.max_seqs)
+            after = min(60.0, max(1.0, rounds * self._seconds))
+            raise self._reject("queue_full", 429, f"{self._places} answers wait or run, {most} may", after)
+        self._places += count
+        start = time.monotonic()
+        try:
+            yield
+        finally:
+            self._places -= count
+            self._seconds += 0.1 * (time.monotonic() - start - self._seconds)
+
+    @contextmanager
+    def _tracked(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._active.add(task)
+        try:
+            yield
+        finally:
+            self._active.discard(task)
+
+    async def _run(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        prepared: Prepared,
+        on_start: Callable[[Running], None],
+        on_output: Callable[[Running, Choice, StepOutput], Awaitable[None]],
+    ) -> Running:
+        """Write all answers of a request; whatever happens, none is left behind in the engine."""
+        with self._admitted(len(prepared.asked)), self._tracked():
+            running = self._running(request, body, prepared)
+            self.worker.submit(running.ticket)
+            try:
+                await self._queued(running.ticket)
+                self.metrics.prompt_tokens.inc(prepared.prompt_tokens)
+                on_start(running)
+                left = {
+                    request_id: choice
+                    for request_id, choice in zip(running.ticket.ids, running.choices, strict=True)
+                }
+                while left:
+                    output = await running.ticket.outputs.get()
+                    if isinstance(output, EngineFailed):
+                        raise ApiError(500, "the engine failed; the request may be sent again")
+                    await on_output(running, left[output.request_id], output)
+                    if output.finish_reason is not None:
+                        del left[output.request_id]
+                self._check_grammars(prepared)
+            finally:
+                self.worker.cancel(running.ticket)
+                request.state.log["completion_tokens"] = sum(c.stats.emitted for c in running.choices)
+                request.state.log["finish"] = ",".join(c.finish or "cancelled" for c in running.choices)
+        return running
+
+    def _running(
+        self, request: Request, body: ChatRequest | CompletionRequest, prepared: Prepared
+    ) -> Running:
+        chat, name = isinstance(body, ChatRequest), request.state.request_id
+        trace = body.foredraft.trace
+        choices = [
+            Choice(index, self._texts, chat, prepared.calls, trace) for index in range(len(prepared.asked))
+        ]
+        unique = f"{name}-{time.monotonic_ns():x}"  # a client may use a request id twice
+        ids = [f"{unique}-{choice.index}" for choice in choices]
+        prefix = "chatcmpl" if chat else "cmpl"
+        head = {"id": f"{prefix}-{name}", "created": int(time.time()), "model": self.config.model_name}
+        return Running(body, prepared, choices, Ticket(ids, prepared.asked), head)
+
+    @staticmethod
+    async def _queued(ticket: Ticket) -> None:
+        try:
+            await ticket.queued
+        except (ConfigError, CapacityError) as error:
+            raise refused(error) from error
+        except EngineFailed as error:
+            raise ApiError(500, "the engine failed; the request may be sent again") from error
+
+    @staticmethod
+    def _check_grammars(prepared: Prepared) -> None:
+        for asked in prepared.asked:
+            if asked.grammar is not None and asked.grammar.error:
+                raise ApiError(
+                    400, f"the grammar is too complex: {asked.grammar.error}", param="response_format"
+                )
+
+    async def _whole(
+        self, request: Request, body: ChatRequest | CompletionRequest, prepared: Prepared
+    ) -> Response:
+        async def take(running: Running, choice: Choice, output: StepOutput) -> None:
+            choice.take(output)
+
+        running = await self._run(request, body, prepared, lambda running: None, take)
+        kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
+        return JSONResponse(
+            {
+                "object": kind,
+                **running.head,
+                "choices": [choice.whole() for choice in running.choices],
+                "usage": answers.usage(prepared.prompt_tokens, running.choices),
+                "metrics": answers.metrics(running.choices),
+            }
+        )
+
+    def _stream(
+        self,
+        request: Request,
+        body: ChatRequest | CompletionRequest,
+        prepared: Prepared,
+        ready: asyncio.Future[None],
+    ) -> Callable[[Emit], Coroutine[Any, Any, None]]:
+        chat = isinstance(body, ChatRequest)
+        kind = "chat.completion.chunk" if chat else "text_completion"
+        asked_usage = body.stream_options is not None and body.stream_options.include_usage
+        extra: dict[str, Any] = {"usage": None} if asked_usage else {}
+
+        async def write(emit: Emit) -> None:
+            def start(running: Running) -> None:
+                ready.set_result(None)
+
+            async def take(running: Running, choice: Choice, output: StepOutput) -> None:
+                chunk = choice.take(output)
+                if chunk is None:
+                    return
+                if chat and not choice.begun:
+                    chunk["delta"] = {"role": "assistant", **chunk["delta"]}
+                    choice.begun = True
+                traced = {"foredraft": {"tokens": choice.traced}} if body.foredraft.trace else {}
+                await emit({"object": kind, **running.head, "choices": [chunk], **extra, **traced})
+
+            running = await self._run(request, body, prepared, start, take)
+            if asked_usage:
+                tail = {
+                    "usage": answers.usage(prepared.prompt_tokens, running.choices),
+                    "metrics": answers.metrics(running.choices),
+                }
+                await emit({"object": kind, **running.head, "choices": [], **tail})
+
+        return write
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no new requests; give those that run `grace_s` seconds, then end them."""
+        self.draining = True
+        if self._active:
+            await asyncio.wait(self._active, timeout=grace_s)
+        for task in self._active:
+            task.cancel("shutdown")
+
+    def close(self) -> None:
+        """Stop the engine's thread and the rest."""
+        self.worker.stop()
+        self._prepare.shutdown()
+        if self.capture is not None:
+            self.capture.close()
+
+
+async def _until(deadline: float, work: Coroutine[Any, Any, Response]) -> Response:
+    try:
+        async with asyncio.timeout(deadline - time.monotonic()):
+            return await work
+    except TimeoutError:
+        raise ApiError(504, "the request took longer than this server allows", code="deadline") from None
+    except asyncio.CancelledError as error:
+        if "shutdown" in error.args:
+            raise ApiError(503, "the server is shutting down", code="shutdown") from None
+        raise
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+    """Run `work` as long as the client stays; raises ClientGone when it leaves."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events; ends when they end, when the client leaves, or at the deadline."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=8)
+        self._work: asyncio.Task[None]
+        self._deadline = 0.0
+
+    @classmethod
+    async def begin(
+        cls, write: Callable[[Emit], Coroutine[Any, Any, None]], ready: asyncio.Future[None], deadline: float
+    ) -> EventStream:
+        """Start the work; return once the engine has taken it, or raise what it raised before."""
+        stream = cls()
+        stream._deadline = deadline
+        stream._work = asyncio.ensure_future(stream._produce(write, ready))
+        try:
+            await ready
+        except BaseException:
+            stream._work.cancel()
+            raise
+        return stream
+
+    async def _produce(
+        self, write: Callable[[Emit], Coroutine[Any, Any, None]], ready: asyncio.Future[None]
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._deadline - time.monotonic()):
+                await write(self._events.put)
+        except (ApiError, TimeoutError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and "shutdown" not in error.args:
+                ready.cancel()
+                raise
+            told = error if isinstance(error, ApiError) else _ending(error)
+            if not ready.done():
+                ready.set_exception(told)
+                return
+            await self._events.put(told.body)
+        except BaseException as error:
+            if not ready.done():
+                ready.set_exception(error)
+                return
+            raise
+        await self._events.put(None)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the events as they come."""
+        try:
+            await unless_gone(receive, self._send(send))
+        except (ClientGone, OSError):
+            pass
+        finally:
+            self._work.cancel()
+            await asyncio.gather(self._work, return_exceptions=True)
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        while (event := await self._events.get()) is not None:
+            line = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
+            await send({"type": "http.response.body", "body": line, "more_body": True})
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
+
+
+def _ending(error: BaseException) -> ApiError:
+    if isinstance(error, TimeoutError):
+        return ApiError(504, "the request took longer than this server allows", code="deadline")
+    return ApiError(503, "the server is shutting down", code="shutdown")

@@ -1,0 +1,208 @@
+"""OpenAI's own client against the server: what it may call, and that the answers are those of the engine."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from foredraft import LLM, SamplingParams
+
+MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat, the cat"}]
+GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 24}
+POINT: Any = {
+    "type": "object",
+    "properties": {"x": {"type": "integer", "minimum": 0, "maximum": 9}, "ok": {"type": "boolean"}},
+    "required": ["x", "ok"],
+    "additionalProperties": False,
+}
+TOOL: Any = {"type": "function", "function": {"name": "move", "description": "Go.", "parameters": POINT}}
+
+
+@pytest.fixture(scope="module")
+def offline(model: Any) -> LLM:
+    return LLM(model)
+
+
+def test_a_chat_answer_is_the_engines(server: Any, offline: LLM) -> None:
+    answer = server.openai.chat.completions.create(messages=MESSAGES, **GREEDY)
+    expected = offline.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24))
+    choice = answer.choices[0]
+    assert choice.message.content == expected.text
+    assert choice.message.role == "assistant"
+    assert choice.finish_reason == expected.finish_reason
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.object == "chat.completion"
+
+
+def test_a_text_answer_is_the_engines(server: Any, offline: LLM) -> None:
+    answer = server.openai.completions.create(prompt=["the cat", "END end."], **GREEDY)
+    expected = offline.generate(["the cat", "END end."], SamplingParams(temperature=0, max_tokens=24))
+    assert [choice.text for choice in answer.choices] == [one.text for one in expected]
+    assert answer.usage.completion_tokens == sum(len(one.token_ids) for one in expected)
+    ids = server.openai.completions.create(prompt=offline.tokenizer.encode("the cat"), **GREEDY)
+    assert ids.choices[0].text == expected[0].text
+
+
+def test_chunks_make_the_whole_answer(server: Any) -> None:
+    whole = server.openai.chat.completions.create(messages=MESSAGES, **GREEDY)
+    chunks = list(
+        server.openai.chat.completions.create(
+            messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **GREEDY
+        )
+    )
+    deltas = [chunk.choices[0] for chunk in chunks if chunk.choices]
+    assert "".join(choice.delta.content or "" for choice in deltas) == whole.choices[0].message.content
+    assert deltas[0].delta.role == "assistant"
+    assert [choice.finish_reason for choice in deltas[:-1]] == [None] * (len(deltas) - 1)
+    assert deltas[-1].finish_reason == whole.choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    assert not chunks[-1].choices
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_text_chunks_make_the_whole_answer(server: Any) -> None:
+    whole = server.openai.completions.create(prompt="the cat", **GREEDY)
+    chunks = server.openai.completions.create(prompt="the cat", stream=True, **GREEDY)
+    assert "".join(chunk.choices[0].text for chunk in chunks) == whole.choices[0].text
+
+
+def test_n_answers_have_seeds_that_follow(server: Any) -> None:
+    ask: Any = {
+        "model": "tiny",
+        "messages": MESSAGES,
+        "max_tokens": 12,
+        "extra_body": {"foredraft": {"reproducible": True}},
+    }
+    three = server.openai.chat.completions.create(n=3, seed=7, **ask)
+    texts = [choice.message.content for choice in three.choices]
+    assert texts[2] == server.openai.chat.completions.create(seed=9, **ask).choices[0].message.content
+    assert [choice.index for choice in three.choices] == [0, 1, 2]
+    chunks = server.openai.chat.completions.create(n=3, seed=7, stream=True, **ask)
+    streamed = ["", "", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.delta.content or ""
+    assert streamed == texts
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs_of_chat(server: Any, offline: LLM, stream: bool) -> None:
+    answer = server.openai.chat.completions.create(
+        messages=MESSAGES, logprobs=True, top_logprobs=3, stream=stream, **GREEDY
+    )
+    if stream:
+        parts = [chunk.choices[0].logprobs for chunk in answer if chunk.choices]
+        entries = [entry for part in parts if part for entry in part.content]
+    else:
+        entries = answer.choices[0].logprobs.content
+    expected = offline.chat(MESSAGES, SamplingParams(temperature=0, max_tokens=24, logprobs=3))
+    assert expected.logprobs is not None
+    assert [e.logprob for e in entries] == pytest.approx([e.logprob for e in expected.logprobs], abs=1e-4)
+    assert all(entry.top_logprobs[0].logprob == entry.logprob for entry in entries)
+    said = b"".join(bytes(entry.bytes) for entry in entries).decode("utf-8", "replace")
+    assert said.removesuffix("</s>") == expected.text
+
+
+def test_logprobs_of_text(server: Any) -> None:
+    logprobs = server.openai.completions.create(prompt="the cat", logprobs=2, **GREEDY).choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs)
+    assert logprobs.text_offset[1] == len(logprobs.tokens[0])
+    assert all(len(top) <= 2 for top in logprobs.top_logprobs)
+
+
+def test_stop_seed_and_bias(server: Any) -> None:
+    whole = server.openai.completions.create(prompt="the cat", **GREEDY).choices[0].text
+    stop = whole[4:6]
+    cut = server.openai.completions.create(prompt="the cat", stop=[stop, "never"], **GREEDY).choices[0]
+    assert cut.text == whole[: whole.index(stop)]
+    assert cut.finish_reason == "stop"
+    biased = (
+        server.openai.completions.create(prompt="the cat", logit_bias={"40": 100}, **GREEDY).choices[0].text
+    )
+    assert biased != whole
+    ask: Any = {"model": "tiny", "prompt": "the cat", "seed": 3, "max_tokens": 8}
+    seeded = [server.openai.completions.create(**ask).choices[0].text for _ in range(2)]
+    assert seeded[0] == seeded[1]
+
+
+def test_an_answer_follows_a_schema(server: Any) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+    for seed in range(5):
+        answer = server.openai.chat.completions.create(
+            model="tiny", messages=MESSAGES, response_format=form, seed=seed, max_completion_tokens=400
+        )
+        if answer.choices[0].finish_reason == "stop":
+            point = json.loads(answer.choices[0].message.content)
+            assert set(point) == {"x", "ok"}
+            assert point["x"] in range(10)
+
+
+def test_an_answer_is_an_object(server: Any) -> None:
+    answers = [
+        server.openai.chat.completions.create(
+            model="tiny",
+            messages=MESSAGES,
+            response_format={"type": "json_object"},
+            seed=seed,
+            max_tokens=300,
+        ).choices[0]
+        for seed in range(4)
+    ]
+    assert all(choice.message.content.lstrip().startswith("{") for choice in answers)
+    done = [json.loads(choice.message.content) for choice in answers if choice.finish_reason == "stop"]
+    assert all(isinstance(value, dict) for value in done)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_tool_is_called(server: Any, choice: Any, stream: bool) -> None:
+    answer = server.openai.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        tools=[TOOL],
+        tool_choice=choice,
+        seed=1,
+        max_tokens=600,
+        stream=stream,
+    )
+    if stream:
+        last = [chunk.choices[0] for chunk in answer][-1]
+        calls, content, finish = last.delta.tool_calls, last.delta.content, last.finish_reason
+    else:
+        message, finish = answer.choices[0].message, answer.choices[0].finish_reason
+        calls, content = message.tool_calls, message.content
+    assert finish == "tool_calls"
+    assert content is None
+    assert calls[0].function.name == "move"
+    assert set(json.loads(calls[0].function.arguments)) == {"x", "ok"}
+
+
+def test_tools_may_be_left_alone_and_their_results_told(server: Any) -> None:
+    call = {
+        "id": "call_1",
+        "type": "function",
+        "function": {"name": "move", "arguments": '{"x": 1, "ok": true}'},
+    }
+    messages: Any = [
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "moved"},
+    ]
+    for choice in ("none", "auto"):
+        answer = server.openai.chat.completions.create(
+            messages=messages, tools=[TOOL], tool_choice=choice, **GREEDY
+        )
+        assert answer.choices[0].message.content
+        assert answer.choices[0].finish_reason in ("stop", "length")
+
+
+def test_models_and_errors(server: Any) -> None:
+    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    with pytest.raises(openai.NotFoundError, match="'gpt-9' does not exist"):
+        server.openai.chat.completions.create(model="gpt-9", messages=MESSAGES)
+    with pytest.raises(openai.BadRequestError, match="store is not supported"):
+        server.openai.chat.completions.create(model="tiny", messages=MESSAGES, store=True)
