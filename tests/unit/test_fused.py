@@ -181,15 +181,19 @@ def test_layers_packed_together_are_the_layers_side_by_side(dtype: torch.dtype, 
 @pytest.mark.skipif(not BFLOAT16, reason="this CPU packs no bfloat16")
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_a_token_has_the_same_bits_alone_and_in_a_draft(kv_heads: int, tmp_path: Path) -> None:
-    """In bfloat16, also where the draft reaches into another block of the cache and beside another request."""
+    """In bfloat16, also where the draft reaches into another block of the cache, beside another request, and
+    behind a long prompt.
+    """
     path = tiny_models.build("llama", tmp_path, num_key_value_heads=kv_heads, intermediate_size=1536)
     target = load_target(path, dtype="bfloat16", device="cpu")
     text, other = text_of(70, 4), text_of(90, 5)
     kv, tables = target.make_kv(512), [BlockTable(), BlockTable()]
     for table in tables:
         assert kv.pool.grow(table, 96)
-    target.forward(make_batch([Feed(text[:58], 0, tables[0], None)]), kv)
     target.forward(make_batch([Feed(other[:80], 0, tables[1], None)]), kv)
+    prompt = target.forward(make_batch([Feed(text[:58], 0, tables[0], chain(text[58:62]))]), kv).logits
+    plain = target.forward(make_batch([Feed(text[:58], 0, tables[0], NO_DRAFT)]), kv).logits
+    assert torch.equal(plain, prompt[:1])
     alone = [
         target.forward(make_batch([Feed(text[pos : pos + 1], pos, tables[0], NO_DRAFT)]), kv).logits
         for pos in range(58, 70)
@@ -197,5 +201,6 @@ def test_a_token_has_the_same_bits_alone_and_in_a_draft(kv_heads: int, tmp_path:
     feeds = [Feed(text[58:59], 58, tables[0], chain(text[59:70]))]
     drafted = target.forward(make_batch(feeds), kv).logits
     assert torch.equal(drafted, torch.cat(alone))
+    assert torch.equal(drafted[:4], prompt[1:])
     feeds.append(Feed(other[80:81], 80, tables[1], chain(other[81:84])))
     assert torch.equal(target.forward(make_batch(feeds), kv).logits[:12], drafted)

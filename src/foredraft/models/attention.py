@@ -10,7 +10,7 @@ are, so that a token decoded alone and the same token in a drafted chain get the
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,9 @@ class Attend:
         else:
             ids = [span.table.slot_ids(span.first_slot, span.length) for span in batch.spans]
             self.written = torch.cat(ids).to(device)
-        few = [span for span in batch.spans if span.rows <= FEW_ROWS]
-        many = [span for span in batch.spans if span.rows > FEW_ROWS]
+        parts = [part for span in batch.spans for part in (_parts(span) if self.steady else [span])]
+        few = [span for span in parts if span.rows <= FEW_ROWS]
+        many = [span for span in parts if span.rows > FEW_ROWS]
         groups = [[span] for span in many] + alike(few)
         self.groups = [self._group(spans) for spans in groups]
 
@@ -152,6 +153,14 @@ class Attend:
         return group.masks[window, share]
 
 
+def _parts(span: Span) -> list[Span]:
+    """Part a prompt from the draft behind it, so that its rows are attended as they are without a draft."""
+    if span.pending <= FEW_ROWS or not span.parents:
+        return [span]
+    start, kv_len = span.start + span.pending, span.kv_len + span.pending
+    return [replace(span, parents=()), replace(span, start=start, pending=0, kv_len=kv_len)]
+
+
 def alike(spans: Seq[Span]) -> list[list[Span]]:
     """Group spans by length, so that no group pads by more than PADDED positions in all."""
     groups: list[list[Span]] = []
@@ -218,8 +227,9 @@ def _steady(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) ->
     if alone:  # one row of a product takes another kernel
         q = q.expand(-1, -1, 2, -1)
     scale = q.shape[-1] ** -0.5 if head.scale is None else head.scale
-    scores = torch.matmul(k, q.transpose(2, 3)).transpose(2, 3)
-    scores = scores * scale if mask is None else torch.add(mask, scores, alpha=scale)
+    scores = torch.matmul(k, q.transpose(2, 3)).mul_(scale).transpose(2, 3)
+    if mask is not None:
+        scores = scores + mask
     out = torch.matmul(torch.softmax(scores, dim=-1), v)
     return out[:, :, :1] if alone else out
 
