@@ -89,6 +89,9 @@ def test_the_law_test_has_its_error_rate_and_finds_a_shift() -> None:
     law = [0.5, 0.3, 0.15, 0.05]
     pvalues = [tree_test([(sample(law, 400, s), sample(law, 400, 1000 + s))]).pvalue for s in range(200)]
     assert 0.01 < np.mean(np.array(pvalues) < 0.05) < 0.12  # a fair share of 200 at 5 %
+    flat = [1 / 50] * 50  # nearly every beginning is seen once: of equals, neither side's may be favoured
+    sparse = [tree_test([(sample(flat, 60, s), sample(flat, 60, 1000 + s))]).toward for s in range(200)]
+    assert abs(np.mean(sparse)) < 0.3
     shifted = [0.44, 0.36, 0.15, 0.05]
     assert tree_test([(sample(law, 3000, 1), sample(shifted, 3000, 2))]).pvalue < 1e-3
 

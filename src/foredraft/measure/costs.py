@@ -20,7 +20,8 @@ from foredraft.measure.replay import Known
 from foredraft.types import Draft, Needs, SamplingParams, StepOutput, Verdict, chain
 
 BUDGETS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
-_STEPS = 6  # timed at each budget, after one that is not
+_ROUNDS = 3  # over the budgets, so that what disturbs the machine for a while disturbs them alike
+_STEPS = 3  # timed at each budget in a round, after one that is not
 _ROOM = 256  # tokens that a request emits before another takes its place
 
 
@@ -81,11 +82,22 @@ class _Filler:
 def measure_load(target: Target, known: Seq[Known], seqs: int) -> LoadCosts:
     """Time steps of `seqs` requests at every budget; the prompts are the requests' own."""
     bench = _Bench(target, _Filler(target.vocab_size), known, seqs)
-    steps = {}
-    for budget in BUDGETS:
-        found = bench.times(budget)
-        steps[found[0].rows] = median(t.target_s + t.other_s for t in found)
-    return LoadCosts(seqs, bench.prompt_s, steps)
+    found: dict[int, list[float]] = {}
+    for _ in range(_ROUNDS):
+        for budget in BUDGETS:
+            for t in bench.times(budget):
+                found.setdefault(t.rows, []).append(t.target_s + t.other_s)
+    return LoadCosts(seqs, bench.prompt_s, _level({rows: median(s) for rows, s in found.items()}))
+
+
+def _level(steps: dict[int, float]) -> dict[int, float]:
+    """More rows never take less time: they could be fed and not used."""
+    level: dict[int, float] = {}
+    least = float("inf")
+    for rows in sorted(steps, reverse=True):
+        least = min(least, steps[rows])
+        level[rows] = least
+    return level
 
 
 def measure_draft(

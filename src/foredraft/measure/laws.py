@@ -65,7 +65,9 @@ def _surplus(counts: _Counts) -> tuple[float, float]:
     """Return how many more likeliest tokens the second sample has than expected, and the variance."""
     sides = [sum(side.values()) for side in counts]
     total = sum(sides)
-    best, hits = (counts[0] + counts[1]).most_common(1)[0]
+    both = counts[0] + counts[1]
+    best = max(both, key=lambda token: (both[token], repr(token)))  # of equals no sample's own comes first
+    hits = both[best]
     share = sides[1] / total
     return counts[1][best] - hits * share, share * (1 - share) * hits * (total - hits) / max(total - 1, 1)
 
