@@ -88,6 +88,16 @@ class Choice:
                 said["message"]["tool_calls"] = [self.call]
         return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": self.finish}
 
+    def live(self) -> dict[str, Any]:
+        """Return where the chunk's tokens came from, and the figures so far."""
+        stats = self.stats
+        figures = {
+            "accept_rate": stats.accept_rate,
+            "levels": stats.levels,
+            "mean_emitted": stats.mean_emitted,
+        }
+        return {"tokens": self.traced, "live": figures}
+
     def logprobs(self, entries: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return logprobs as the endpoint has them."""
         if self.chat:

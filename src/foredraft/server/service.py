@@ -248,7 +248,7 @@ class Service:
                 if chat and not choice.begun:
                     chunk["delta"] = {"role": "assistant", **chunk["delta"]}
                     choice.begun = True
-                traced = {"foredraft": {"tokens": choice.traced}} if body.foredraft.trace else {}
+                traced = {"foredraft": choice.live()} if body.foredraft.trace else {}
                 await emit({"object": kind, **running.head, "choices": [chunk], **extra, **traced})
 
             running = await self._run(request, body, prepared, start, take)

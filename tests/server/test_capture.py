@@ -1,0 +1,115 @@
+"""Capture: what is written, what is blotted out, what a crash costs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from foredraft.errors import ConfigError
+from foredraft.rows import read_rows, request_body
+from foredraft.server.capture import REDACTED, Capture
+from foredraft.server.config import CaptureConfig
+from foredraft.server.metrics import Metrics
+
+CHILD = """
+import sys
+from pathlib import Path
+from foredraft.server.capture import Capture
+from foredraft.server.config import CaptureConfig
+from foredraft.server.metrics import Metrics
+capture = Capture(CaptureConfig(Path(sys.argv[1])), Metrics("m"))
+print("on", flush=True)
+while True:
+    capture.record("r", "/v1/completions", {"prompt": "x" * 20000})
+"""
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [row for _, row in read_rows(path)]
+
+
+def test_requests_are_captured_as_they_were_sent(serve: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "requests.jsonl"
+    with serve(capture=CaptureConfig(path, redact=("user", "messages.name", "messages.content"))) as server:
+        assert server.chat(user="me", foredraft={"budget": 3}).status_code == 200
+        assert server.post("/v1/completions", {"prompt": "the cat", "max_tokens": 2}).status_code == 200
+        assert server.post("/v1/completions", {"prompt": 3}).status_code == 400
+    chat, text = _lines(path)
+    assert chat["endpoint"] == "/v1/chat/completions"
+    assert chat["body"]["user"] == REDACTED
+    assert chat["body"]["messages"][0] == {"role": "user", "content": REDACTED}
+    assert chat["body"]["foredraft"] == {"budget": 3}
+    assert request_body(text, "line 2") == {"prompt": "the cat", "max_tokens": 2}
+    assert set(text) == {"time", "request_id", "endpoint", "body"}
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_files_rotate(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    capture = Capture(CaptureConfig(path, max_bytes=1_000_000, keep=3), Metrics("m"))
+    for number in range(60):
+        capture.record(str(number), "/v1/completions", {"prompt": "x" * 90_000})
+    capture.close()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["r.jsonl", "r.jsonl.1", "r.jsonl.2"]
+    assert all(file.stat().st_size <= 1_000_000 for file in files)
+    ids = [row["request_id"] for file in (files[2], files[1], files[0]) for row in _lines(file)]
+    assert ids == [str(n) for n in range(60 - len(ids), 60)]
+
+
+def test_a_torn_line_is_cut_off_at_the_next_start(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_bytes(b'{"a": 1}\n{"b": "' + b"x" * 100_000)
+    capture = Capture(CaptureConfig(path), Metrics("m"))
+    capture.record("r", "/v1/completions", {"prompt": "y"})
+    capture.close()
+    assert [*_lines(path)[0]] == ["a"]
+    assert len(_lines(path)) == 2
+
+
+def test_a_kill_costs_at_most_the_last_line(tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    with subprocess.Popen([sys.executable, "-c", CHILD, str(path)], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        time.sleep(0.4)
+        os.kill(child.pid, signal.SIGKILL)
+    assert len(_lines(path)) > 10
+
+
+def test_a_full_disk_fails_no_request(tmp_path: Path) -> None:
+    metrics = Metrics("m")
+    capture = Capture(CaptureConfig(Path("/dev/full") if Path("/dev/full").exists() else tmp_path), metrics)
+    capture.record("r", "/v1/completions", {"prompt": "y"})
+    capture.close()
+    assert metrics.uncaptured.labels("error")._value.get() == 1
+
+
+@pytest.mark.parametrize(
+    "change", [{"share": 0.0}, {"share": 1.1}, {"max_bytes": 5}, {"keep": 0}, {"redact": ("",)}]
+)
+def test_options_are_checked(tmp_path: Path, change: Any) -> None:
+    with pytest.raises(ConfigError, match="--capture"):
+        CaptureConfig(tmp_path / "x", **change)
+
+
+def test_a_share_is_sampled(tmp_path: Path) -> None:
+    capture = Capture(CaptureConfig(tmp_path / "r", share=0.25), Metrics("m"))
+    for _ in range(400):
+        capture.record("r", "e", {})
+    capture.close()
+    assert 50 < len(_lines(tmp_path / "r")) < 150
+
+
+def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot be written: Is a directory"):
+        Capture(CaptureConfig(tmp_path), Metrics("m"))

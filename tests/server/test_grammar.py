@@ -1,0 +1,98 @@
+"""A grammar masks target and draft alike: drafted answers are plain ones under the same grammar."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_models
+from foredraft import LLM, SamplingParams
+from foredraft.server.grammar import GrammarMaker
+from tiny_tokenizers import byte_level
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "tags": {"type": "array", "items": {"enum": ["cat", "mat"]}, "minItems": 3, "maxItems": 6},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "tags", "n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def draft(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The target's weights with noise: a draft model that is often right."""
+    path = tmp_path_factory.mktemp("draft")
+    byte_level().save_pretrained(path)
+    size = len(byte_level())
+    tiny_models.build(
+        "llama", path, vocab_size=size, bos_token_id=0, eos_token_id=1, max_position_embeddings=2048
+    )
+    return path
+
+
+def _run(llm: LLM, params: SamplingParams) -> tuple[list[int], int]:
+    target = llm.engine.target
+    grammar = GrammarMaker(llm.tokenizer, target.vocab_size, target.eos_ids).json(SCHEMA)
+    llm.engine.add(llm.tokenizer.encode("the cat sat on the mat"), params, "r", grammar=grammar)
+    tokens: list[int] = []
+    accepted = 0
+    while llm.engine.has_work:
+        for output in llm.engine.step():
+            tokens += output.token_ids
+            accepted = output.stats.accepted
+    assert not grammar.error
+    return tokens, accepted
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": 0}, {"temperature": 1.3, "seed": 5, "reproducible": True}]
+)
+@pytest.mark.parametrize("kind", ["ngram", "chain", "tree"])
+def test_drafts_change_no_structured_answer(model: Path, draft: Path, kind: str, sampling: Any) -> None:
+    params = SamplingParams(max_tokens=400, **sampling)
+    plain, none = _run(LLM(model, kv_gb=0.02), params)
+    named = "ngram" if kind == "ngram" else draft
+    llm = LLM(model, named, kv_gb=0.04, budget=6, tree=(3, 2, 1) if kind == "tree" else None)
+    drafted, accepted = _run(llm, params)
+    assert drafted == plain
+    assert _run(llm, SamplingParams(max_tokens=400, budget=0, **sampling))[0] == plain
+    assert none == 0
+    assert accepted > 0
+    value = json.loads(llm.tokenizer.decode(plain, skip_special_tokens=True))
+    assert set(value) == {"name", "tags", "n"}
+
+
+def test_sampled_drafts_keep_the_grammar(model: Path, draft: Path) -> None:
+    llm = LLM(model, draft, kv_gb=0.04, budget=4)
+    for seed in range(4):
+        tokens, _ = _run(llm, SamplingParams(max_tokens=400, seed=seed, top_p=0.9))
+        assert set(json.loads(llm.tokenizer.decode(tokens, skip_special_tokens=True))) == {
+            "name",
+            "tags",
+            "n",
+        }
+
+
+def test_masks_of_a_tree_are_those_of_its_paths() -> None:
+    tokenizer = byte_level()
+    maker = GrammarMaker(tokenizer, len(tokenizer), frozenset({1}))
+    grammar = maker.json(SCHEMA)
+    good = tokenizer.encode('{"name": "cat"', add_special_tokens=False)
+    paths = [[], good[:1], good[:4], [good[0], 7], good[:2], good, [1]]
+    rows = grammar.allowed(paths)
+    for path, row in zip(paths, rows, strict=True):
+        fresh = maker.json(SCHEMA)
+        if path in ([good[0], 7], [1]):
+            assert row.all()
+            continue
+        fresh.advance(path)
+        assert torch.equal(fresh.allowed([[]])[0], row)
+    assert torch.equal(grammar.allowed(paths), rows)

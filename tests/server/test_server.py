@@ -1,0 +1,284 @@
+"""Limits, refusals, metrics, disconnects, shutdown: how the server behaves towards clients it cannot trust."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from foredraft.errors import ConfigError
+from foredraft.server.config import ServeConfig, read_keys
+
+MESSAGES = [{"role": "user", "content": "the cat"}]
+LONG: Any = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500, "logit_bias": {"1": -100}}
+CHAT = "/v1/chat/completions"
+
+
+def test_figures_of_one_answer_agree(server: Any) -> None:
+    body = server.chat(max_tokens=40).json()
+    spec, own = body["metrics"]["speculative_decoding"], body["metrics"]["foredraft"]
+    assert own["emitted"] == body["usage"]["completion_tokens"]
+    assert spec["num_draft_tokens"] == own["drafted"] > 0
+    assert sum(spec["acceptance_histogram"]) == spec["num_spec_steps"] <= own["steps"]
+    assert sum(i * n for i, n in enumerate(spec["acceptance_histogram"])) == own["accepted"]
+    assert spec["num_accepted_draft_tokens"] == own["accepted"] == sum(own["accepted_at"])
+    assert spec["mean_acceptance_length"] == pytest.approx(1 + own["accepted"] / spec["num_spec_steps"])
+
+
+def test_a_request_may_turn_drafting_off(server: Any) -> None:
+    drafted, plain = (
+        server.chat(max_tokens=40).json(),
+        server.chat(max_tokens=40, foredraft={"budget": 0}).json(),
+    )
+    assert plain["metrics"]["foredraft"]["drafted"] == 0
+    assert plain["choices"] == drafted["choices"]
+    assert plain["usage"] == drafted["usage"]
+
+
+def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
+    body = {
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 40,
+        "stream": True,
+        "foredraft": {"trace": True},
+    }
+    with server.http.stream("POST", CHAT, json=body) as response:
+        lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines.pop() == "[DONE]"
+    chunks = [json.loads(line) for line in lines]
+    tokens = [token for chunk in chunks for token in chunk["foredraft"]["tokens"]]
+    assert {token["origin"] for token in tokens} <= set("arb")
+    text = "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
+    assert "".join(token["text"] for token in tokens).rstrip("\ufffd") == text.rstrip("\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "said"),
+    [
+        ({"best_of": 2}, "best_of", "best_of is not supported"),
+        ({"functions": []}, "functions", "not supported"),
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, None, "unknown role nobody"),
+        ({"logit_bias": {"x": 1}}, "logit_bias", "'x', which is no token id"),
+        ({"logit_bias": {"9999": 1}}, None, "logit_bias has token 9999"),
+        ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+        ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+        ({"min_tokens": 13}, None, "min_tokens=13 contradicts max_tokens=12"),
+        ({"foredraft": {"budget": 300}}, "foredraft", "256"),
+        ({"foredraft": {"speed": 1}}, "foredraft", "foredraft.speed is not supported"),
+        ({"messages": [{"role": "user", "content": "cat " * 3000}]}, None, "the prompt has"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "x", "schema": {"type": "foo"}},
+                }
+            },
+            "response_format",
+            "Invalid type: foo",
+        ),
+        ({"response_format": {"type": "json_object"}, "ignore_eos": True}, None, "a grammar decides"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "unicode"),
+    ],
+)
+def test_what_is_not_honoured_is_refused_by_name(
+    server: Any, change: Any, param: str | None, said: str
+) -> None:
+    response = server.http.post(
+        CHAT,
+        content=json.dumps({"messages": MESSAGES, "max_tokens": 12, **change}),
+        headers={"content-type": "application/json"},
+    )
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
+    assert said in error["message"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"messages": NaN}', b"[" * 100_000])
+def test_broken_bodies_are_refused(server: Any, content: bytes) -> None:
+    response = server.http.post(CHAT, content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_unknown_paths_and_methods(server: Any) -> None:
+    assert server.http.get("/v2").status_code == 404
+    assert server.http.get(CHAT).status_code == 405
+    assert server.http.get(CHAT).json()["error"]["message"] == "Method Not Allowed"
+
+
+def test_request_ids(server: Any) -> None:
+    given = server.chat(max_tokens=1).headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f]{24}", given)
+    own = server.http.get("/health", headers={"x-request-id": "mine-1"})
+    assert own.headers["x-request-id"] == "mine-1"
+    odd = server.http.get("/health", headers={"x-request-id": "a b"})
+    assert odd.headers["x-request-id"] != "a b"
+
+
+def test_large_bodies_are_refused(serve: Callable[..., Any]) -> None:
+    with serve(max_body=2000) as server:
+        assert server.chat(messages=[{"role": "user", "content": "x" * 3000}]).status_code == 413
+        chunks = iter([b"[" * 1500, b"[" * 1500])
+        try:
+            assert server.http.post(CHAT, content=chunks).status_code == 413
+        except httpx2.WriteError:
+            pass  # the server hung up on the rest
+        assert server.chat().status_code == 200
+
+
+def test_keys(serve: Callable[..., Any], tmp_path: Any) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# ours\nfirst\n\nsecond\n")
+    with serve(api_keys=read_keys(file)) as server:
+        for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401)):
+            headers = {"authorization": f"Bearer {key}"} if key else {}
+            assert server.http.get("/v1/models", headers=headers).status_code == status
+        assert server.http.get("/metrics").status_code == 401
+        assert server.http.get("/health").status_code == server.http.get("/").status_code == 200
+        refusal = server.http.post(CHAT, json={}).json()["error"]
+        assert refusal["code"] == "invalid_api_key"
+        assert server.openai.models.list().data[0].id == "tiny"
+    file.write_text("# none\n")
+    with pytest.raises(ConfigError, match="has no key"):
+        read_keys(file)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(tmp_path / "missing")
+    assert "first" not in repr(ServeConfig("m", api_keys=("first",)))
+
+
+def test_a_full_queue_says_when_to_come_back(serve: Callable[..., Any]) -> None:
+    with serve(max_seqs=1, max_queue=1) as server:
+        threads = [threading.Thread(target=server.post, args=(CHAT, LONG)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        while server.service._places < 2:
+            time.sleep(0.01)
+        refused = server.post(CHAT, LONG)
+        assert refused.status_code == 429
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["type"] == "rate_limit_error"
+        assert server.chat(n=2).status_code == 429
+        for thread in threads:
+            thread.join()
+        assert server.chat().status_code == 200
+
+
+def test_a_deadline_ends_answers(serve: Callable[..., Any]) -> None:
+    with serve(deadline_s=0.3) as server:
+        assert server.post(CHAT, LONG).status_code == 504
+        with server.http.stream("POST", CHAT, json=LONG | {"stream": True}) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert json.loads(lines[-2].removeprefix("data: "))["error"]["code"] == "deadline"
+        assert lines[-1] == "data: [DONE]"
+        assert server.idle()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place(server: Any, stream: bool) -> None:
+    body = json.dumps(LONG | {"stream": stream, "n": 2}).encode()
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + body)
+        if stream:
+            assert connection.recv(100)
+        while server.service.worker._engine.load.running < 2:
+            time.sleep(0.01)
+    gone = time.monotonic()
+    assert server.idle()
+    assert time.monotonic() - gone < 1
+    assert server.chat().status_code == 200
+
+
+def test_a_slow_reader_holds_nobody_up(server: Any) -> None:
+    with server.http.stream("POST", CHAT, json=LONG | {"stream": True, "max_tokens": 300}) as response:
+        assert server.chat().status_code == 200
+        text = response.read().decode()
+    assert text.endswith("data: [DONE]\n\n")
+
+
+def test_metrics(server: Any) -> None:
+    def read() -> dict[str, float]:
+        lines = server.http.get("/metrics").text.splitlines()
+        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+
+    before, answer = read(), server.chat(max_tokens=40).json()
+    assert server.idle()
+    after = read()
+    own = answer["metrics"]["foredraft"]
+
+    def grown(name: str) -> float:
+        return after[f"foredraft:{name}"] - before.get(f"foredraft:{name}", 0.0)
+
+    assert grown("generation_tokens_total") == own["emitted"]
+    assert grown("prompt_tokens_total") == answer["usage"]["prompt_tokens"]
+    assert grown("spec_decode_num_draft_tokens_total") == own["drafted"]
+    assert grown("spec_decode_num_accepted_tokens_total") == own["accepted"]
+    for position, count in enumerate(own["accepted_at"]):
+        assert grown(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}') == count
+    assert (
+        grown("spec_decode_num_drafts_total") == answer["metrics"]["speculative_decoding"]["num_spec_steps"]
+    )
+    assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 1
+    assert grown("draft_nodes_count") == own["steps"]
+    assert grown('engine_seconds_total{part="target"}') > 0
+    assert after["foredraft:num_requests_running"] == after["foredraft:kv_cache_usage_perc"] == 0
+
+
+def test_a_failed_step_fails_only_what_ran(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve() as server:
+        engine = server.service.worker._engine
+        step = engine.step
+        monkeypatch.setattr(engine, "step", lambda: 1 / 0)
+        assert server.chat().status_code == 500
+        assert server.http.get("/health").status_code == 503
+        monkeypatch.setattr(engine, "step", step)
+        assert server.chat().status_code == 200
+        assert server.http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(("grace", "ending"), [(30.0, "length"), (0.0, "shutdown")])
+def test_shutdown_finishes_streams_or_ends_them_cleanly(
+    serve: Callable[..., Any], grace: float, ending: str
+) -> None:
+    lines: list[str] = []
+
+    def read(url: str) -> None:
+        with httpx2.stream("POST", url + CHAT, json=LONG | {"stream": True, "max_tokens": 150}) as response:
+            lines.extend(line for line in response.iter_lines() if line)
+
+    with serve(grace_s=grace) as server:
+        reader = threading.Thread(target=read, args=(server.url,))
+        reader.start()
+        while not lines:
+            time.sleep(0.005)
+    reader.join()
+    assert lines.pop() == "data: [DONE]"
+    last = json.loads(lines.pop().removeprefix("data: "))
+    assert ending == (last["error"]["code"] if "error" in last else last["choices"][0]["finish_reason"])
+
+
+def test_other_origins_are_off_unless_named(server: Any, serve: Callable[..., Any]) -> None:
+    ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in server.http.options(CHAT, headers=ask).headers
+    with serve(cors_origins=("https://a.example",)) as open_one:
+        headers = open_one.http.options(CHAT, headers=ask).headers
+        assert headers["access-control-allow-origin"] == "https://a.example"
