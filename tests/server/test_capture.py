@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -86,12 +85,16 @@ def test_a_kill_costs_at_most_the_last_line(tmp_path: Path) -> None:
     assert len(_lines(path)) > 10
 
 
-def test_a_full_disk_fails_no_request(tmp_path: Path) -> None:
+def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     metrics = Metrics("m")
-    capture = Capture(CaptureConfig(Path("/dev/full") if Path("/dev/full").exists() else tmp_path), metrics)
+    path = tmp_path / "r"
+    capture = Capture(CaptureConfig(path), metrics)
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, line: write(file, line[:10]))
     capture.record("r", "/v1/completions", {"prompt": "y"})
     capture.close()
     assert metrics.uncaptured.labels("error")._value.get() == 1
+    assert path.read_bytes() == b""
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
-"""Limits, refusals, metrics, disconnects, shutdown: how the server behaves towards clients it cannot trust."""
+"""Limits, refusals, metrics, disconnects, shutdown: what clients it cannot trust meet."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -69,7 +70,11 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
         ({"temperature": "1"}, "temperature", "valid number"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"messages": []}, "messages", "at least 1"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages",
+            "messages.0.content",
+        ),
         ({"messages": [{"role": "nobody", "content": "x"}]}, None, "unknown role nobody"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x', which is no token id"),
         ({"logit_bias": {"9999": 1}}, None, "logit_bias has token 9999"),
@@ -91,7 +96,7 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
             "Invalid type: foo",
         ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, None, "a grammar decides"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "unicode"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "no valid Unicode"),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(
@@ -135,10 +140,8 @@ def test_large_bodies_are_refused(serve: Callable[..., Any]) -> None:
     with serve(max_body=2000) as server:
         assert server.chat(messages=[{"role": "user", "content": "x" * 3000}]).status_code == 413
         chunks = iter([b"[" * 1500, b"[" * 1500])
-        try:
+        with contextlib.suppress(httpx2.WriteError):  # the server may hang up on the rest
             assert server.http.post(CHAT, content=chunks).status_code == 413
-        except httpx2.WriteError:
-            pass  # the server hung up on the rest
         assert server.chat().status_code == 200
 
 
@@ -192,7 +195,8 @@ def test_a_deadline_ends_answers(serve: Callable[..., Any]) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_place(server: Any, stream: bool) -> None:
     body = json.dumps(LONG | {"stream": stream, "n": 2}).encode()
-    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    kind = "content-type: application/json"
+    head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\n{kind}\r\ncontent-length: {len(body)}\r\n\r\n"
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + body)

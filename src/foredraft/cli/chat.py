@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from foredraft.cli.options import Loading, Sampling, takes_options
 from foredraft.cli.output import note, show_stream
+from foredraft.cli.remote import Remote, ServerError
 from foredraft.errors import CapacityError, ConfigError
 
 if TYPE_CHECKING:
@@ -21,8 +22,17 @@ HELP = "/reset starts anew, /quit or Ctrl-D leaves, Ctrl-C cancels an answer."
 
 
 @takes_options
-def chat(loading: Loading, sampling: Sampling) -> None:
-    """Talk to the model.
+def chat(
+    loading: Loading,
+    sampling: Sampling,
+    url: Annotated[
+        str, typer.Option(help="Talk to an OpenAI-compatible server, as http://127.0.0.1:8000, instead.")
+    ] = "",
+    api_key: Annotated[
+        str, typer.Option(help="The server's API key.", envvar="FOREDRAFT_API_KEY", show_envvar=True)
+    ] = "",
+) -> None:
+    """Talk to the model, or to a server.
 
     /reset starts anew, /quit or Ctrl-D leaves, Ctrl-C cancels the running answer. When stdin is not a
     terminal, it is one question.
@@ -32,21 +42,27 @@ def chat(loading: Loading, sampling: Sampling) -> None:
     foredraft chat --temperature 0.7 --seed 1
 
     echo "Name three rivers." | foredraft chat
+
+    foredraft chat --url http://127.0.0.1:8000
     """
     params = sampling.params()
+
+    def load() -> LLM | Remote:
+        return Remote(url, api_key) if url else loading.load()
+
     if sys.stdin.isatty():
-        llm = loading.load()
+        llm = load()
         note(HELP)
         talk(llm, params, lambda: input("> "))
         return
     question = sys.stdin.read().strip()
     if not question:
         raise ConfigError("stdin is empty: pipe a question in, or run chat in a terminal")
-    _, whole = _answer(loading.load(), params, [{"role": "user", "content": question}])
+    _, whole = _answer(load(), params, [{"role": "user", "content": question}])
     raise typer.Exit(0 if whole else INTERRUPTED)
 
 
-def talk(llm: LLM, params: SamplingParams, ask: Callable[[], str]) -> None:
+def talk(llm: LLM | Remote, params: SamplingParams, ask: Callable[[], str]) -> None:
     """Answer what `ask` returns until it raises EOFError or says /quit."""
     messages: list[dict[str, str]] = []
     while True:
@@ -69,12 +85,13 @@ def talk(llm: LLM, params: SamplingParams, ask: Callable[[], str]) -> None:
             _turn(llm, params, messages, said)
 
 
-def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
+def _turn(
+    llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
     """Answer one message. What was shown of a cancelled answer stays in the conversation."""
     messages.append({"role": "user", "content": said})
     try:
         text, _ = _answer(llm, params, messages)
-    except CapacityError as error:
+    except (CapacityError, ServerError) as error:
         messages.pop()
         note(f"error: {error}. /reset starts anew.")
         return
@@ -84,7 +101,11 @@ def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, str]], said
         messages.pop()
 
 
-def _answer(llm: LLM, params: SamplingParams, messages: list[dict[str, str]]) -> tuple[str, bool]:
+def _answer(
+    llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, str]]
+) -> tuple[str, bool]:
+    if isinstance(llm, Remote):
+        return llm.show(messages, params)
     from foredraft.text import encode_chat
 
     return show_stream(llm, encode_chat(llm.tokenizer, messages), params)

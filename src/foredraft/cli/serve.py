@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -155,4 +156,6 @@ def _run(
     shown = f"[{host}]" if ":" in host else host
     note(f"{config.model_name} at http://{shown}:{port}, draft {loading.draft}; Ctrl-C ends")
     server = make_server(create_app(service, draft=loading.draft), service)
+    # uvicorn raises the signal that ended it once more: SIGTERM is a regular end, Ctrl-C an interrupt.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     server.run(sockets=[listener])

@@ -20,7 +20,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _OPEN = ("/", "/health", "/openapi.json", "/favicon.ico")
 _COUNTED = ("/", "/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
 _BODY_S = 30.0  # a body must have arrived by then
-_PAGE = "default-src 'self'; frame-ancestors 'none'"
+_PAGE = "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'"
 
 
 class Gate:

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from foredraft.types import MAX_SEED, SamplingParams
 
 MAX_N = 16
+
+
+def _unicode(text: str) -> str:
+    """Refuse lone surrogates, which JSON can hold and no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError("the text is no valid Unicode: it has half of a surrogate pair") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 Token = Annotated[int, Field(ge=0)]
-Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
 
 
 class Body(BaseModel):
@@ -80,7 +92,7 @@ class TextPart(Body):
     """A part of a message; only text is understood."""
 
     type: Literal["text"]
-    text: str
+    text: Text
 
 
 class CalledFunction(Body):
@@ -102,7 +114,7 @@ class Message(Body):
     """One turn of a conversation."""
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
-    content: str | list[TextPart] | None = None
+    content: Text | list[TextPart] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
     tool_call_id: str | None = None
 
@@ -183,5 +195,5 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """Body of POST /v1/completions."""
 
-    prompt: str | list[str] | list[Token] | list[list[Token]]
+    prompt: Text | list[Text] | list[Token] | list[list[Token]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
