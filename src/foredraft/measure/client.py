@@ -135,7 +135,9 @@ class Client:
         try:
             response = await self._http.get("/v1/models")
         except httpx2.HTTPError as error:
-            raise ConfigError(f"no server answers at {self.url}: {error or type(error).__name__}") from error
+            raise ConfigError(
+                f"no server answers at {self.url}: {str(error) or type(error).__name__}"
+            ) from error
         if response.status_code in (401, 403):
             raise ConfigError(
                 f"{self.url} refuses this key (HTTP {response.status_code}): give --api-key, or set "
@@ -163,20 +165,26 @@ class Client:
         sent = {"model": self.model, **body}
         if stream:
             sent |= {"stream": True, "stream_options": {"include_usage": True}}
-        reply = Reply(sent_s=time.perf_counter())
         try:
-            async with self._http.stream("POST", endpoint, json=sent) as response:
-                if response.status_code != 200:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise RequestFailed(
-                        f"HTTP {response.status_code}: {_complaint(text)}", response.status_code
-                    )
-                if stream:
-                    await self._read_events(response, reply)
-                else:
-                    self._read_whole(await response.aread(), reply)
+            return await self._ask_once(endpoint, sent, stream)
+        except httpx2.RemoteProtocolError:  # a server may close an idle connection just as it is used again
+            try:
+                return await self._ask_once(endpoint, sent, stream)
+            except httpx2.HTTPError as error:
+                raise _broken(error) from error
         except httpx2.HTTPError as error:
-            raise RequestFailed(f"the connection broke: {error or type(error).__name__}") from error
+            raise _broken(error) from error
+
+    async def _ask_once(self, endpoint: str, sent: Mapping[str, Any], stream: bool) -> Reply:
+        reply = Reply(sent_s=time.perf_counter())
+        async with self._http.stream("POST", endpoint, json=sent) as response:
+            if response.status_code != 200:
+                text = (await response.aread()).decode(errors="replace")
+                raise RequestFailed(f"HTTP {response.status_code}: {_complaint(text)}", response.status_code)
+            if stream:
+                await self._read_events(response, reply)
+            else:
+                self._read_whole(await response.aread(), reply)
         return reply
 
     async def _read_events(self, response: httpx2.Response, reply: Reply) -> None:
@@ -210,6 +218,10 @@ class Client:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+
+
+def _broken(error: httpx2.HTTPError) -> RequestFailed:
+    return RequestFailed(f"the connection broke: {str(error) or type(error).__name__}")
 
 
 def _parsed(data: str | bytes) -> dict[str, Any]:
