@@ -24,7 +24,8 @@ SCHEMA: Any = {
 @pytest.mark.real
 def test_a_schema_is_followed_with_and_without_drafts(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", "--dtype", "float32", "--kv-gb", "0.3"]
+    command = [sys.executable, "-m", "foredraft", "serve", "--port", "0", "--dtype", "float32"]
+    command += ["--kv-gb", "0.3"]
     body = {
         "messages": [{"role": "user", "content": "Describe Paris as JSON with city and rivers."}],
         "temperature": 0,
@@ -34,10 +35,9 @@ def test_a_schema_is_followed_with_and_without_drafts(tmp_path: Path) -> None:
     with log.open("w") as err, subprocess.Popen(command, stderr=err) as child:
         try:
             url = _address(child, log)
-            answers = [
-                httpx2.post(f"{url}/v1/chat/completions", json=body | {"foredraft": {"budget": n}}, timeout=60)
-                for n in (0, 6)
-            ]
+            post = f"{url}/v1/chat/completions"
+            budgets = ({"foredraft": {"budget": budget}} for budget in (0, 6))
+            answers = [httpx2.post(post, json=body | budget, timeout=60) for budget in budgets]
         finally:
             child.send_signal(signal.SIGTERM)
         assert child.wait(20) == 0
