@@ -191,7 +191,7 @@ def _kept(values: Tensor, best: Tensor, mass: Tensor, top_k: int, params: Sampli
         mass = (weights * kept).sum(-1, keepdim=True)
     if params.top_p < 1:
         better = weights.flip(-1).cumsum(-1).flip(-1) - weights  # mass of the tokens ranked above
-        kept &= better < params.top_p * mass
+        kept &= better < params.top_p * mass.double()  # in float32 a tiny top_p would keep nothing
     if params.min_p > 0:
         kept &= weights >= params.min_p
     edge = ranked.gather(1, ranked.shape[-1] - kept.sum(-1, keepdim=True))

@@ -229,3 +229,9 @@ def test_bias_and_draws_stay_on_the_device_of_the_logits() -> None:
     logits = sampling.add_bias(random_logits(2, 150).to("meta"), SamplingParams(logit_bias={1: 2.0}))
     keys = torch.zeros(2, dtype=torch.int64, device="meta")
     assert sampling.draw_rows(logits, keys).device.type == "meta"
+
+
+@pytest.mark.parametrize("top_p", [1e-50, 5e-324])
+def test_the_smallest_top_p_keeps_the_best_token(top_p: float) -> None:
+    law = to_laws(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(top_p=top_p))
+    assert law.tolist() == [[0.0, 1.0, 0.0]]
