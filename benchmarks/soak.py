@@ -1,12 +1,12 @@
-"""A long run against a real server: random lengths, cancels, slow readers and malformed bodies from many clients.
+"""A long run against a server: random lengths, cancels, slow readers, malformed bodies, many clients.
 
     python benchmarks/soak.py --minutes 15 --clients 32            # SmolLM2, float32
     python benchmarks/soak.py --minutes 1 --clients 8 --model DIR
 
 Starts `foredraft serve`, keeps every client busy, and says at the end whether: no answer was an error that
-was not the client's own; every completed greedy answer is the offline one; no place is left taken; the memory of
-the server grew by less than 3 % after a warm-up of a fifth of the run. Writes a JSON record; exit code 0 if
-all hold.
+was not the client's own; every completed greedy answer is the offline one; no place is left taken; the memory
+of the server grew by less than 3 % after a warm-up of a fifth of the run. Writes a JSON record; exit code 0
+if all hold.
 """
 
 from __future__ import annotations
