@@ -19,7 +19,7 @@ from foredraft import zoo
 from foredraft.engine import Engine, EngineConfig
 from foredraft.errors import CapacityError, ConfigError, ModelError
 from foredraft.models import HFCausal, load_target
-from foredraft.propose import load_draft, make_drafting
+from foredraft.propose import LoadedDraft, load_draft, make_drafting
 from foredraft.text import Detokenizer, Message, TextStream, encode_chat
 from foredraft.types import MAX_SEED, Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
 
@@ -62,6 +62,8 @@ class LLM:
     ) -> None:
         self.model_path = zoo.resolve(model)
         target = load_target(self.model_path, dtype=dtype, device=device)
+        if target.token_ids is not None:
+            raise ModelError(f"{self.model_path} is a draft that has part of its vocabulary only: no target")
         self.dtype = str(target.dtype).removeprefix("torch.")
         self.tokenizer = load_tokenizer(self.model_path)
         draft_model = load_draft(draft, target=target, tokenizer=self.tokenizer)
@@ -241,12 +243,12 @@ def _seeded(params: SamplingParams, number: int) -> SamplingParams:
 
 
 def _sizes(
-    target: HFCausal, draft: HFCausal | None, max_seqs: int, max_len: int | None, kv_gb: float | None
+    target: HFCausal, draft: LoadedDraft | None, max_seqs: int, max_len: int | None, kv_gb: float | None
 ) -> tuple[int, int]:
     """Return the longest text and the size of the KV caches of target and draft, both in tokens."""
     memory = kv_gb * 1e9 if kv_gb is not None else _KV_SHARE * _free_bytes(target.device)
-    models = [target] if draft is None else [target, draft]
-    fit = int(memory / sum(model.kv_bytes_per_token for model in models))
+    position = target.kv_bytes_per_token + (draft.kv_bytes_per_token if draft is not None else 0)
+    fit = int(memory / position)
     if fit < (max_len or 2):
         raise CapacityError(
             f"{memory / 1e9:.3g} GB hold a KV cache of {fit} tokens, but one text may take {max_len or 2}: "

@@ -287,7 +287,7 @@ class Grammar(Protocol):
     """What one request may say next. It stands behind the emitted tokens; the engine owns one per request."""
 
     def allowed(self, paths: Sequence[Sequence[int]]) -> Tensor:
-        """Return which tokens may follow each path of guesses, bool [paths, vocab] on the CPU; () is the root.
+        """Return which tokens may follow each path of guesses, bool [paths, vocab] (CPU); () is the root.
 
         After a path that the grammar itself forbids every token is: no such node can be reached.
         """

@@ -25,6 +25,7 @@ from foredraft.cli.mock_server import mock_server
 from foredraft.cli.pull import pull
 from foredraft.cli.report import report
 from foredraft.cli.serve import serve
+from foredraft.cli.train import train
 from foredraft.errors import ForedraftError
 
 INTERRUPTED = 130
@@ -37,7 +38,20 @@ app = typer.Typer(
     help="Make a large language model answer faster without changing what it says.",
     epilog="Start with [bold]foredraft demo[/bold].",
 )
-for command in (generate, chat, serve, demo, pull, measure, check, advise, report, mock_server, convert):
+for command in (
+    generate,
+    chat,
+    serve,
+    train,
+    demo,
+    pull,
+    measure,
+    check,
+    advise,
+    report,
+    mock_server,
+    convert,
+):
     app.command()(command)
 
 

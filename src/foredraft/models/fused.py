@@ -172,7 +172,8 @@ def _trial(target: HFCausal) -> Tensor:
     tree = Draft(tokens=torch.tensor(tokens[_TRIAL:]), parents=(-1, -1, 0, 1))
     half = _TRIAL // 2
     target.forward(make_batch([Feed(tokens[:half], 0, table, None)]), kv)
-    return target.forward(make_batch([Feed(tokens[half:_TRIAL], half, table, tree)]), kv).logits.float()
+    logits = target.forward(make_batch([Feed(tokens[half:_TRIAL], half, table, tree)]), kv).logits.float()
+    return logits if target.token_ids is None else logits[:, target.token_ids]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -68,7 +68,8 @@ class _Mlp(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
 
 
 class _Layer(nn.Module):
@@ -136,7 +137,8 @@ class EagleLayer(nn.Module):
         of the next position.
         """
         x = features + self.midlayer.self_attn.o_proj(attended)
-        return x + self.midlayer.mlp(self.midlayer.post_attention_layernorm(x))
+        out: Tensor = x + self.midlayer.mlp(self.midlayer.post_attention_layernorm(x))
+        return out
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: int64 [rows]. Returns the cosines and sines of rotary embedding, float32 [rows, dim /

@@ -73,10 +73,11 @@ class HFCausal:
     """A decoder-only transformers model behind the Target protocol.
 
     `model` must have been loaded with our attention (see load_target). Logits equal the model's own forward.
+    token_ids: int64 [outputs], if the model was narrowed to these tokens; all others are impossible.
     """
 
-    def __init__(self, model: Any, name: str) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: Any, name: str, token_ids: Tensor | None = None) -> None:
+        self.model, self.name, self.token_ids = model, name, token_ids
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
         self.max_len: int = getattr(config, "max_position_embeddings", None) or 1 << 20
@@ -101,7 +102,11 @@ class HFCausal:
         """Run all rows in one pass. hidden_layers: indices as in transformers' hidden_states, 0 the
         embedding.
         """
-        return self._run(batch, Attend(batch, kv, self.device, self.dtype), hidden_layers)
+        out = self._run(batch, Attend(batch, kv, self.device, self.dtype), hidden_layers)
+        if self.token_ids is None:
+            return out
+        logits = out.logits.new_full((len(out.logits), self.vocab_size), float("-inf"))
+        return ForwardOut(logits.index_copy_(1, self.token_ids, out.logits), out.hidden)
 
     def _run(self, batch: Batch, attend: Attend | _Probe, hidden_layers: tuple[int, ...]) -> ForwardOut:
         more = {"output_hidden_states": True} if hidden_layers else {}

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from foredraft.errors import ConfigError, ModelError
 from foredraft.models.fused import can_fuse, fuse
@@ -14,6 +16,7 @@ from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, pack_linears
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DRAFT_VOCABULARY = "draft_vocabulary.safetensors"  # beside a model that drafts from some tokens only
 _log = logging.getLogger(__name__)
 
 
@@ -34,19 +37,20 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
         raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
     _refuse(config, path)
     kept = _dtype(dtype, config, where)
-    target = HFCausal(_load(path, config, kept, where), str(path))
+    ids = _token_ids(path)
+    target = HFCausal(_load(path, config, kept, where, ids), str(path), ids)
     if fused and can_fuse(target):
         fast = fuse(target)
         if fast is not None:
             return fast
         _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)
-        target = HFCausal(_load(path, config, kept, where), str(path))
+        target = HFCausal(_load(path, config, kept, where, ids), str(path), ids)
     if can_pack(target.dtype, where):
         pack_linears(target.model)
     return target
 
 
-def _load(path: Path, config: Any, dtype: torch.dtype, where: torch.device) -> Any:
+def _load(path: Path, config: Any, dtype: torch.dtype, where: torch.device, ids: Tensor | None) -> Any:
     import transformers
 
     try:
@@ -55,7 +59,24 @@ def _load(path: Path, config: Any, dtype: torch.dtype, where: torch.device) -> A
         )
     except (OSError, ValueError, RuntimeError) as error:
         raise ModelError(f"{path}: cannot be loaded: {_first_line(error)}") from error
+    if ids is not None:
+        model.lm_head = _rows(model.get_output_embeddings(), ids)
     return model.eval().to(where)
+
+
+def _token_ids(path: Path) -> Tensor | None:
+    """Return the tokens that a distilled draft is narrowed to, int64, or None."""
+    file = path / DRAFT_VOCABULARY
+    return load_file(file)["token_ids"] if file.exists() else None
+
+
+def _rows(full: nn.Linear, ids: Tensor) -> nn.Linear:
+    """Return the part of a projection that makes the logits of some tokens."""
+    narrow = nn.Linear(full.in_features, len(ids), bias=full.bias is not None, dtype=full.weight.dtype)
+    narrow.weight = nn.Parameter(full.weight.detach()[ids])
+    if full.bias is not None:
+        narrow.bias = nn.Parameter(full.bias.detach()[ids])
+    return narrow
 
 
 def _refuse(config: Any, path: Path) -> None:

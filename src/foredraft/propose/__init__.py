@@ -1,8 +1,16 @@
 """Drafting methods: one file each, one signature."""
 
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.factory import Drafting, load_draft, make_drafting
+from foredraft.propose.factory import Drafting, LoadedDraft, load_draft, make_drafting
 from foredraft.propose.ngram import NgramProposer
 from foredraft.propose.suffix import SuffixProposer
 
-__all__ = ["DraftModelProposer", "Drafting", "NgramProposer", "SuffixProposer", "load_draft", "make_drafting"]
+__all__ = [
+    "DraftModelProposer",
+    "Drafting",
+    "LoadedDraft",
+    "NgramProposer",
+    "SuffixProposer",
+    "load_draft",
+    "make_drafting",
+]

@@ -12,7 +12,11 @@ from foredraft.control import AcceptanceBudget, FixedBudget, pass_costs
 from foredraft.engine.protocols import Controller, Proposer
 from foredraft.errors import ConfigError
 from foredraft.models import HFCausal, load_target
+from foredraft.models.checkpoint import is_head, target_facts
+from foredraft.models.formats.files import read_json
+from foredraft.propose.distilled import complete, is_distilled
 from foredraft.propose.draft_model import DraftModelProposer
+from foredraft.propose.heads import EagleDraft, MedusaDraft, load_head, target_record
 from foredraft.propose.ngram import NgramProposer
 from foredraft.propose.suffix import MEMORY_TOKENS, SuffixProposer
 from foredraft.propose.vocabulary import check_same_vocabulary
@@ -22,7 +26,10 @@ _LOOKUPS: dict[str, Callable[[], Proposer]] = {
     "suffix": SuffixProposer,
     "suffix-shared": lambda: SuffixProposer(memory_tokens=MEMORY_TOKENS),
 }
-_LONGEST = {"lookup": 15, "model": 8}  # longest draft that "auto" chooses
+_LONGEST = {"lookup": 15, "model": 8, "head": 15}  # longest draft that "auto" chooses
+
+
+LoadedDraft = HFCausal | EagleDraft | MedusaDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,24 +40,32 @@ class Drafting:
     controller: Controller | None = None
 
 
-def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) -> HFCausal | None:
-    """Load the model that `draft` names; None if it names no model.
+def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) -> LoadedDraft | None:
+    """Load the head or model that `draft` names; None if it names neither.
 
-    Raises ConfigError if its vocabulary is not the target's, or what loading a model raises.
+    "eagle", "medusa" and "distilled" are what is shipped for the target. Raises ConfigError if nothing is
+    shipped or the vocabulary of a model is not the target's, CheckpointError for a head that does not fit, or
+    what loading a model raises.
     """
     if draft is None or draft in ("none", *_LOOKUPS):
         return None
+    dtype = str(target.dtype).removeprefix("torch.")
+    path = shipped(str(draft), target.name) if draft in zoo.SHIPPED_KINDS else Path(draft).expanduser()
+    if is_head(path):
+        return load_head(path, target_facts(Path(target.name)), target.dtype)
+    if is_distilled(path):
+        path = complete(path, target_facts(Path(target.name)))
+        return load_target(path, dtype=dtype, device=str(target.device))
     from transformers import AutoTokenizer
 
     path = zoo.resolve(draft)
     check_same_vocabulary(AutoTokenizer.from_pretrained(path), tokenizer, str(draft))
-    dtype = str(target.dtype).removeprefix("torch.")
     return load_target(path, dtype=dtype, device=str(target.device))
 
 
 def make_drafting(
     draft: str | Path | None,
-    model: HFCausal | None,
+    model: LoadedDraft | None,
     *,
     vocab_size: int,
     kv_tokens: int,
@@ -67,10 +82,13 @@ def make_drafting(
     """
     if budget != "auto" and not 0 <= budget <= 256:
         raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
-    if tree is not None and model is None:
+    if tree is not None and not isinstance(model, HFCausal):
         raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
-    if model is not None:
-        proposer: Proposer = DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
+    if isinstance(model, EagleDraft | MedusaDraft):
+        proposer: Proposer = model.proposer(kv_tokens)
+        longest = _LONGEST["head"]
+    elif model is not None:
+        proposer = DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
         longest = sum(tree) if tree else _LONGEST["model"]
     elif draft in _LOOKUPS:
         proposer, longest = _LOOKUPS[str(draft)](), _LONGEST["lookup"]
@@ -80,3 +98,19 @@ def make_drafting(
         costs = None if target is None else pass_costs(target, target.name)
         return Drafting(proposer, AcceptanceBudget(longest=longest, costs=costs))
     return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
+
+
+def shipped(kind: str, target: str) -> Path:
+    """Return the directory of the draft of one kind that is shipped for a target directory.
+
+    Raises ConfigError if there is none.
+    """
+    record = target_record(target_facts(Path(target)))
+    for path in zoo.shipped(kind):
+        noted = read_json(path / "config.json")["foredraft"]["target"]
+        if all(noted[name] == record[name] for name in noted if name != "name"):
+            return path
+    raise ConfigError(
+        f"draft={kind!r}: none is shipped for {target}; train one with `foredraft train` and give its "
+        "directory, or use draft='ngram'"
+    )

@@ -1,18 +1,23 @@
-"""From a head's directory to a module that fits its target, and back."""
+"""From a head's directory to a draft that fits its target, and back."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+import hashlib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from foredraft.engine.protocols import Proposer
 from foredraft.errors import CheckpointError
 from foredraft.models.checkpoint import HeadFiles, TargetFacts, check_fits, read_head, write_head
-from foredraft.models.formats.files import default_layers, target_rows
+from foredraft.models.formats.files import default_layers, target_rows, target_tensor
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
+from foredraft.propose.eagle import EagleProposer
+from foredraft.propose.medusa import MedusaProposer
 
 _SIZES = {
     "hidden_size": "hidden_size",
@@ -25,6 +30,67 @@ _SIZES = {
     "norm_eps": "rms_norm_eps",
     "rope_theta": "rope_theta",
 }
+
+
+@dataclass(frozen=True, slots=True)
+class EagleDraft:
+    """An EAGLE head with what it takes from its target: the embedding [vocab, hidden] and the rows of the
+    projection [draft vocab, hidden].
+    """
+
+    head: EagleLayer
+    embedding: Tensor
+    lm_head: Tensor
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes that one position takes in the head's cache."""
+        config = self.head.config
+        return 2 * config.kv_heads * config.head_dim * self.embedding.dtype.itemsize
+
+    def proposer(self, kv_tokens: int) -> Proposer:
+        """Return what drafts with it."""
+        return EagleProposer(self.head, embedding=self.embedding, lm_head=self.lm_head, kv_tokens=kv_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class MedusaDraft:
+    """Medusa heads, the target's projection to the tokens target_ids, and the calibrated tree, if any."""
+
+    heads: MedusaHeads
+    last_layer: int
+    lm_head: Tensor
+    target_ids: Tensor
+    tree: tuple[tuple[int, ...], ...] | None
+    kv_bytes_per_token: int = 0
+
+    def proposer(self, kv_tokens: int) -> Proposer:
+        """Return what drafts with them."""
+        return MedusaProposer(
+            self.heads,
+            last_layer=self.last_layer,
+            lm_head=self.lm_head,
+            target_ids=self.target_ids,
+            tree=self.tree,
+        )
+
+
+def load_head(path: Path, facts: TargetFacts, dtype: torch.dtype) -> EagleDraft | MedusaDraft:
+    """Load a head of either kind for a target. Raises CheckpointError if it is damaged or does not fit."""
+    files = read_head(path)
+    if files.kind == "eagle":
+        head = load_eagle(files, facts, dtype)
+        rows = target_rows(facts, "lm_head", head.target_ids).to(dtype)
+        return EagleDraft(head, target_rows(facts, "embed", None).to(dtype), rows)
+    ids = files.tensors.get("token_map", torch.arange(facts.vocab_size))
+    tree = files.own.get("tree")
+    return MedusaDraft(
+        load_medusa(files, facts, dtype),
+        facts.num_layers,
+        target_rows(facts, "lm_head", ids).to(dtype),
+        ids,
+        tuple(tuple(path) for path in tree) if tree else None,
+    )
 
 
 def load_eagle(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> EagleLayer:
@@ -45,7 +111,7 @@ def load_eagle(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> Eagl
     return head.to(dtype).eval()
 
 
-def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, provenance: dict[str, Any]) -> None:
+def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, *, max_len: int) -> None:
     """Write an EAGLE head, bfloat16; a projection that is the target's own is left out."""
     shape = asdict(head.config)
     config: dict[str, Any] = {name: shape[own] for own, name in _SIZES.items()}
@@ -54,13 +120,12 @@ def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, provenance: dic
         "model_type": "llama",
         "num_hidden_layers": 1,
         "tie_word_embeddings": False,
-        "max_position_embeddings": provenance.get("max_len", 2048),
+        "max_position_embeddings": max_len,
         "foredraft": {
             "kind": "eagle",
             "hidden_layers": list(head.config.hidden_layers),
-            "target": _target(facts),
+            "target": target_record(facts),
             "version": 1,
-            "provenance": provenance,
         },
     }
     write_head(path, HeadFiles("eagle", config, _tensors(head), path, "eagle3"))
@@ -69,50 +134,54 @@ def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, provenance: dic
 def load_medusa(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> MedusaHeads:
     """Return the Medusa heads of a directory; raises CheckpointError if they do not fit the target."""
     check_fits(files, facts)
-    own = [name for name in files.tensors if name.count(".") == 2]
+    own = [name for name in files.tensors if name.endswith(".weight") and "linear" not in name]
     if own:
         raise CheckpointError(
             f"{files.path} has projections of its own ({own[0]}): heads that share the target's are supported"
         )
     count, layers = files.config["medusa_num_heads"], files.config.get("medusa_num_layers", 1)
     heads = MedusaHeads(facts.hidden_size, count, layers)
-    _fill(heads.heads, files.tensors, files.path, set())
+    _fill(heads.heads, files.tensors, files.path, {"token_map"})
     return heads.to(dtype).eval()
 
 
 def save_medusa(
-    path: Path, heads: MedusaHeads, facts: TargetFacts, provenance: dict[str, Any], **more: Any
+    path: Path,
+    heads: MedusaHeads,
+    token_ids: Tensor,
+    tree: Sequence[Sequence[int]],
+    facts: TargetFacts,
 ) -> None:
-    """Write Medusa heads, bfloat16. more: further entries of foredraft's own, as tree and vocabulary."""
+    """Write Medusa heads, bfloat16, the tokens they draft from and their calibrated tree."""
     config = {
         "medusa_num_heads": len(heads.heads),
         "medusa_num_layers": len(heads.heads[0]),  # type: ignore[arg-type]
         "base_model_name_or_path": facts.name,
-        "foredraft": {"kind": "medusa", "target": _target(facts), "provenance": provenance, **more},
+        "foredraft": {
+            "kind": "medusa",
+            "target": target_record(facts),
+            "tree": [list(path) for path in tree],
+        },
     }
-    write_head(path, HeadFiles("medusa", config, _tensors(heads.heads), path, "medusa"))
+    write_head(
+        path, HeadFiles("medusa", config, _tensors(heads.heads) | {"token_map": token_ids}, path, "medusa")
+    )
 
 
-def vocabulary(facts: TargetFacts, name: str, rows: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return rows of the target's "embed" or "lm_head" matrix, [rows, hidden]."""
-    found: Tensor = target_rows(facts, name, rows)  # type: ignore[arg-type]
-    return found.to(dtype)
+def fingerprint(facts: TargetFacts) -> str:
+    """Return what tells a target from others of its shape: a hash of its last norm's weights."""
+    weight = target_tensor(facts, "model.norm.weight")
+    return hashlib.sha256(weight.float().numpy().tobytes()).hexdigest()[:16]
 
 
-def read_for(path: Path, kind: str) -> HeadFiles:
-    """Read a head that should be of one kind; raises CheckpointError."""
-    files = read_head(path)
-    if files.kind != kind:
-        raise CheckpointError(f"{path} holds a head of kind {files.kind!r}, not {kind!r}")
-    return files
-
-
-def _target(facts: TargetFacts) -> dict[str, Any]:
+def target_record(facts: TargetFacts) -> dict[str, Any]:
+    """Return what a draft notes of the target it was made for."""
     return {
         "hidden_size": facts.hidden_size,
         "vocab_size": facts.vocab_size,
         "num_layers": facts.num_layers,
         "name": facts.name,
+        "fingerprint": fingerprint(facts),
     }
 
 

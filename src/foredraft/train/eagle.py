@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,7 +71,7 @@ class EagleLoss(nn.Module):
         loss = features.new_zeros((), dtype=torch.float32)
         right = torch.ones(len(tree.row), dtype=torch.bool)
         shares = []
-        for level in range(min(self.levels, _FIRST + epoch)):
+        for level in range(self.levels if epoch else min(_FIRST, self.levels)):
             embeds = self.embedding[
                 batch.ids[tree.answer, (tree.row + level).clamp(max=batch.ids.shape[1] - 1)]
             ]
@@ -95,7 +96,8 @@ class EagleLoss(nn.Module):
 
     def _project(self, features: Tensor) -> Tensor:
         x = self.head.norm(features)
-        return x @ self.vocabulary.to(x.dtype).t() if self.head.lm_head is None else self.head.lm_head(x)
+        weight = self.vocabulary if self.head.lm_head is None else self.head.lm_head.weight
+        return nn.functional.linear(x, weight.to(x.dtype))
 
     @torch.no_grad()
     def _target(self, batch: Batch, tree: _Tree) -> tuple[Tensor, Tensor]:
@@ -112,7 +114,8 @@ class EagleLoss(nn.Module):
         positions = torch.arange(1, rows + 1).repeat(answers)
         embeds = self.embedding[batch.ids[:, 1 : rows + 1]].to(fused.dtype)
         _, key, value = self.head.qkv(embeds.flatten(0, 1), fused.flatten(0, 1), self.head.cos_sin(positions))
-        return key.unflatten(0, (answers, rows)), value.unflatten(0, (answers, rows)), fused
+        shape = (answers, rows, self.head.config.kv_heads, self.head.config.head_dim)
+        return key.view(shape), value.view(shape), fused
 
 
 def attend(
@@ -124,31 +127,29 @@ def attend(
     level the keys and values [places, kv_heads, dim]. Returns [places, heads * dim].
     """
     dim, kv_heads, share = query.shape[-1], keys.shape[2], query.shape[1] // keys.shape[2]
-    q = tree.padded(query * dim**-0.5).unflatten(2, (kv_heads, share))  # [answers, columns, kv, share, dim]
-    folded = q.permute(0, 2, 3, 1, 4).flatten(2, 3)  # [answers, kv, share * columns, dim]
-    scores = folded @ keys.permute(0, 2, 3, 1).to(folded.dtype)  # [answers, kv, share * columns, rows - 1]
+    q = tree.padded((query * dim**-0.5).view(len(query), kv_heads, share, dim))
+    q = q.permute(0, 2, 3, 1, 4)  # [answers, kv_heads, share, columns, dim]
+    scores = q @ keys.permute(0, 2, 3, 1).unsqueeze(2).to(
+        q.dtype
+    )  # [answers, kv_heads, share, columns, rows]
     first = torch.zeros(tree.shape, dtype=torch.int64).index_put((tree.answer, tree.column), tree.row)
-    seen = torch.arange(1, keys.shape[1] + 1) <= first[..., None]  # [answers, columns, rows - 1]
-    scores = scores.unflatten(2, (share, -1)).masked_fill(~seen[:, None, None], -1e4)
-    own = [
-        torch.einsum("acksd,ackd->aksc", q, tree.padded(key).to(q.dtype)).unsqueeze(-1) for key, _ in extra
-    ]
+    seen = torch.arange(1, keys.shape[1] + 1) <= first[..., None]  # [answers, columns, rows]
+    scores = scores.masked_fill(~seen[:, None, None], -1e4)
+    beside = [[tree.padded(part).permute(0, 2, 1, 3).unsqueeze(2) for part in pair] for pair in extra]
+    own = [(q * key).sum(-1, keepdim=True) for key, _ in beside]  # [answers, kv_heads, share, columns, 1]
     weights = torch.softmax(torch.cat([scores, *own], -1).float(), -1).to(values.dtype)
     count = keys.shape[1]
-    out = weights[..., :count].flatten(2, 3) @ values.transpose(1, 2)  # [answers, kv, share * columns, dim]
-    out = out.unflatten(2, (share, -1))
-    for number, (_, value) in enumerate(extra):
-        beside = tree.padded(value).permute(0, 2, 1, 3).unsqueeze(2)  # [answers, kv, 1, columns, dim]
-        out = out + weights[..., count + number].unsqueeze(-1) * beside
+    out = weights[..., :count] @ values.transpose(1, 2).unsqueeze(2)
+    for number, (_, value) in enumerate(beside):
+        out = out + weights[..., count + number, None] * value
     return out.permute(0, 3, 1, 2, 4)[tree.answer, tree.column].flatten(1)
 
 
-def from_last_layer(head: EagleLayer, target: nn.Module) -> None:
+def from_last_layer(head: EagleLayer, target: Any) -> None:
     """Begin with the target's last layer and norm, fed with the last fused features: a start that already
     speaks the target's language.
     """
-    inner = target.get_submodule("model")
-    last = inner.get_submodule("layers")[-1]
+    last = target.model.layers[-1]
     middle, width = head.midlayer, head.config.hidden_size
     with torch.no_grad():
         for name in ("q_proj", "k_proj", "v_proj"):
@@ -165,6 +166,6 @@ def from_last_layer(head: EagleLayer, target: nn.Module) -> None:
         middle.mlp.load_state_dict(last.mlp.state_dict())
         middle.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
         middle.hidden_norm.weight.copy_(last.input_layernorm.weight)
-        head.norm.weight.copy_(inner.get_submodule("norm").weight)
+        head.norm.weight.copy_(target.model.norm.weight)
         head.fc.weight.normal_(std=0.01)
         head.fc.weight[:, -width:] += torch.eye(width)

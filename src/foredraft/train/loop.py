@@ -32,7 +32,7 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """epochs at most: it ends when one does not raise what drafting measures. tokens: answer tokens a step."""
+    """epochs at most: it ends when one does not raise what drafting measures. tokens: of answers, a step."""
 
     epochs: int
     learning_rate: float
@@ -113,7 +113,7 @@ def _epoch(
             group["lr"] = plan.learning_rate * schedule(number, total)
         with torch.autocast(device, torch.bfloat16):
             loss, right = trainee.loss(stack(some[step], states), done.epoch)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()

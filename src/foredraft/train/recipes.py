@@ -9,34 +9,42 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from foredraft.engine.protocols import Proposer
-from foredraft.models import HFCausal
+from foredraft.models import HFCausal, load_target
 from foredraft.models.checkpoint import TargetFacts
-from foredraft.models.heads import EagleConfig, EagleLayer
-from foredraft.propose.eagle import EagleProposer
-from foredraft.propose.heads import load_eagle, read_for, save_eagle, vocabulary
+from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
+from foredraft.propose.distilled import complete, save_distilled
+from foredraft.propose.draft_model import DraftModelProposer
+from foredraft.propose.heads import load_head, save_eagle, save_medusa
+from foredraft.propose.medusa import RANKS, calibrate
 from foredraft.train.collect import Answer
+from foredraft.train.data import Batch
+from foredraft.train.distil import DistilLoss, chosen_layers, cut
 from foredraft.train.eagle import EagleLoss, from_last_layer
 from foredraft.train.loop import Trainee
 from foredraft.train.measure import draft_with, kv_tokens
+from foredraft.train.medusa import MedusaLoss, rank_hits
+from foredraft.types import SpecStats
 
-EAGLE_LEVELS = 5
-_MEASURED_BUDGET = 10
+EAGLE_LEVELS = 4
+MEDUSA_HEADS, MEDUSA_LAYERS, MEDUSA_NODES = 4, 2, 64
+DRAFT_LAYERS = 4
+_MEASURED_BUDGET = 10  # nodes of a tree
+DRAFT_MEASURED = 4  # of a chain
 
 
 @dataclass(frozen=True)
 class Setting:
     """What a recipe starts from: the target as it runs, its facts, its transformers module in float32 and
-    config, the answers held out, and what to note in the draft.
+    config, and the answers held out.
     """
 
     target: HFCausal
     facts: TargetFacts
     model: Any
     held: Sequence[Answer]
-    provenance: dict[str, Any]
+    held_batch: Batch
 
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:
@@ -63,16 +71,50 @@ def eagle(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) ->
     embedding = model.get_input_embeddings().weight.detach()
     loss = EagleLoss(head, embedding, model.get_output_embeddings().weight.detach(), EAGLE_LEVELS)
 
-    def measure(path: Path) -> Any:
-        proposer = eagle_proposer(path, setting.target, facts, kv_tokens(setting.held))
-        return draft_with(setting.target, proposer, setting.held, _MEASURED_BUDGET)
+    def measure(path: Path) -> SpecStats:
+        draft = load_head(path, facts, setting.target.dtype)
+        return draft_with(
+            setting.target, draft.proposer(kv_tokens(setting.held)), setting.held, _MEASURED_BUDGET
+        )
 
-    return Trainee(head, loss, lambda path: save_eagle(path, head, facts, setting.provenance), measure)
+    max_len = setting.target.max_len
+    return Trainee(head, loss, lambda path: save_eagle(path, head, facts, max_len=max_len), measure)
 
 
-def eagle_proposer(path: Path, target: HFCausal, facts: TargetFacts, kv_tokens: int) -> Proposer:
-    """Return what drafts with the EAGLE head of a directory."""
-    head = load_eagle(read_for(path, "eagle"), facts, target.dtype)
-    embedding = vocabulary(facts, "embed", None, target.dtype)
-    rows = vocabulary(facts, "lm_head", head.target_ids, target.dtype)
-    return EagleProposer(head, embedding=embedding, lm_head=rows, kv_tokens=kv_tokens)
+def medusa(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
+    """Medusa heads, and a tree calibrated on the answers held out."""
+    facts, target = setting.facts, setting.target
+    ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
+    heads = MedusaHeads(facts.hidden_size, MEDUSA_HEADS, MEDUSA_LAYERS)
+    rows = setting.model.get_output_embeddings().weight.detach()[ids]
+    loss = MedusaLoss(heads, rows)
+
+    def save(path: Path) -> None:
+        tree = calibrate(rank_hits(loss, setting.held_batch, RANKS), MEDUSA_NODES)
+        save_medusa(path, heads, ids, tree, facts)
+
+    def measure(path: Path) -> SpecStats:
+        draft = load_head(path, facts, target.dtype)
+        return draft_with(target, draft.proposer(0), setting.held, _MEASURED_BUDGET)
+
+    return Trainee(heads, loss, save, measure)
+
+
+def draft(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
+    """A model of some of the target's layers, which drafts from the tokens that answers use most."""
+    facts, target = setting.facts, setting.target
+    ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
+    small = cut(setting.model, chosen_layers(facts.num_layers, min(DRAFT_LAYERS, facts.num_layers - 1)))
+    loss = DistilLoss(small, setting.model.get_output_embeddings().weight.detach()[ids])
+
+    def save(path: Path) -> None:
+        state = {name: value.to(torch.bfloat16) for name, value in small.state_dict().items()}
+        save_distilled(path, small.config.to_dict() | {"dtype": "bfloat16"}, state, ids, facts)
+
+    def measure(path: Path) -> SpecStats:
+        model = load_target(complete(path, facts), dtype=str(target.dtype).removeprefix("torch."))
+        tokens = kv_tokens(setting.held)
+        proposer = DraftModelProposer(model, vocab_size=target.vocab_size, kv_tokens=tokens)
+        return draft_with(target, proposer, setting.held, DRAFT_MEASURED)
+
+    return Trainee(small, loss, save, measure)

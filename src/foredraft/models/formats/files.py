@@ -144,18 +144,28 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 def target_rows(target: TargetFacts, name: Literal["lm_head", "embed"], rows: Tensor | None) -> Tensor:
     """Read rows (all if None) of a target's vocabulary matrix, [rows, hidden]. Raises CheckpointError."""
-    from safetensors import safe_open
-
     assert target.path is not None
     wanted = {"lm_head": ("lm_head.weight",), "embed": ("model.embed_tokens.weight", "embed_tokens.weight")}
     tied = wanted[name] + (wanted["embed"] if name == "lm_head" else ())
     places = _places(target.path)
     for tensor in tied:
         if tensor in places:
-            with safe_open(places[tensor], framework="pt") as opened:
-                matrix: Tensor = opened.get_tensor(tensor)
+            matrix = target_tensor(target, tensor)
             return matrix if rows is None else matrix[rows]
     raise CheckpointError(f"{target.path} holds none of {', '.join(tied)}: its layout is not known here")
+
+
+def target_tensor(target: TargetFacts, name: str) -> Tensor:
+    """Read one tensor of a target. Raises CheckpointError."""
+    from safetensors import safe_open
+
+    assert target.path is not None
+    places = _places(target.path)
+    if name not in places:
+        raise CheckpointError(f"{target.path} holds no {name}: its layout is not known here")
+    with safe_open(places[name], framework="pt") as opened:
+        tensor: Tensor = opened.get_tensor(name)
+    return tensor
 
 
 def _places(path: Path) -> Mapping[str, Path]:

@@ -1,0 +1,99 @@
+"""`foredraft train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foredraft.cli.output import print_json
+from foredraft.errors import ConfigError
+
+
+def train(
+    kind: Annotated[
+        str, typer.Argument(help="eagle, medusa or draft (a small model distilled from the target).")
+    ],
+    prompts: Annotated[
+        list[Path],
+        typer.Argument(help='JSONL files: {"messages"}, {"prompt"}, or what `serve --capture` wrote.'),
+    ],
+    out: Annotated[
+        Path, typer.Option(help="Directory of the draft; a killed run goes on from what is there.")
+    ],
+    model: Annotated[
+        str, typer.Option(help="The target: zoo name, directory or Hugging Face id.")
+    ] = "smollm2-135m",
+    epochs: Annotated[int, typer.Option(help="Most epochs; it ends when one does not help.")] = 2,
+    limit: Annotated[int | None, typer.Option(help="Use so many prompts.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer of the target's to learn from.")] = 128,
+    longest: Annotated[int, typer.Option(help="Leave out prompts of more tokens.")] = 640,
+    temperature: Annotated[
+        list[float] | None, typer.Option(help="Of the answers; may be repeated. Default: 0 and 1 in turn.")
+    ] = None,
+    draft_vocab: Annotated[
+        int, typer.Option(help="Draft from so many tokens, those that answers use most.")
+    ] = 8192,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Train a draft for your own model on your own prompts.
+
+    The target answers the prompts itself, its hidden states are kept, and the draft learns from them. After
+    each epoch prompts that were held out are answered with the draft, and the best one stays in --out, with
+    provenance.json beside it. Use it as --draft OUT.
+
+    [bold]Example[/bold]
+
+    foredraft train eagle prompts.jsonl --out my-eagle
+
+    foredraft generate --draft ./my-eagle "Tell me a story."
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeRemainingColumn as Left
+    from transformers.utils import logging
+
+    from foredraft.train.run import Options
+    from foredraft.train.run import train as run
+
+    missing = next((path for path in prompts if not path.is_file()), None)
+    if missing is not None:
+        raise ConfigError(f"{missing} does not exist: give JSONL files of prompts")
+    logging.disable_progress_bar()
+    options = Options(
+        epochs=epochs,
+        max_tokens=max_tokens,
+        temperatures=tuple(temperature or (0.0, 1.0)),
+        longest=longest,
+        limit=limit,
+        draft_vocab_size=draft_vocab,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        Left(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        record = run(kind, prompts, model, out, options, progress)
+    if as_json:
+        print_json(record)
+    else:
+        _show(record, out)
+
+
+def _show(record: dict[str, Any], out: Path) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    rates = record["held_out_accepted_at"]
+    table = Table("epoch", "mean_emitted", "accepted_at", box=box.SIMPLE_HEAD)
+    for epoch, (mean, row) in enumerate(zip(record["held_out_mean_emitted"], rates, strict=True), start=1):
+        table.add_row(str(epoch), f"{mean:.2f}", " ".join(f"{rate:.2f}" for rate in row))
+    console = Console()
+    console.print(f"{record['kind']} for {record['target']}: {record['answer_tokens']} tokens of answers")
+    console.print(table)
+    console.print(f"in {out}: use it as --draft {out}")

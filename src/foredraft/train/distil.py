@@ -1,0 +1,61 @@
+"""A small model distilled from the target: some of its layers, its embeddings, taught its laws (Zhou et al.,
+DistillSpec, arXiv 2310.08461).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from foredraft.train.data import Batch
+
+
+class DistilLoss:
+    """Forward KL from the target's laws to the model's, at all places of the answers.
+
+    lm_head: [draft vocab, hidden], rows of the target's.
+    """
+
+    def __init__(self, model: Any, lm_head: Tensor) -> None:
+        self.model, self.lm_head = model, lm_head
+
+    def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the loss, and the share of places where the likeliest token is the target's, [1]."""
+        answer, row = batch.places(0)
+        rows = batch.states.shape[1]
+        mask = torch.arange(rows) < batch.rows[:, None]
+        found = self.model.model(input_ids=batch.ids[:, :rows], attention_mask=mask.long(), use_cache=False)
+        own = found.last_hidden_state[answer, row]
+        with torch.no_grad():
+            last = batch.states[answer, row, -self.lm_head.shape[1] :].float()
+            law = torch.softmax((last @ self.lm_head.t()).float(), -1)
+        logits = (own @ self.lm_head.t()).float()
+        loss = -(law * torch.log_softmax(logits, -1)).sum(-1).mean()
+        return loss, (logits.argmax(-1) == law.argmax(-1)).float().mean().unsqueeze(0)
+
+
+def chosen_layers(num_layers: int, count: int) -> tuple[int, ...]:
+    """Return the layers to keep: as many from the beginning as from the end."""
+    first = (count + 1) // 2
+    return (*range(first), *range(num_layers - (count - first), num_layers))
+
+
+def cut(model: Any, layers: Sequence[int]) -> Any:
+    """Return a copy of a transformers model with some of its layers; its embeddings do not learn."""
+    kept = model.model.layers
+    config = copy.deepcopy(model.config)
+    config.num_hidden_layers = len(layers)
+    if getattr(config, "layer_types", None):
+        config.layer_types = [config.layer_types[layer] for layer in layers]
+    small: Any = type(model)(config)
+    state = {name: value for name, value in model.state_dict().items() if ".layers." not in name}
+    for place, layer in enumerate(layers):
+        state |= {f"model.layers.{place}.{n}": v for n, v in kept[layer].state_dict().items()}
+    small.load_state_dict(state)
+    small.get_input_embeddings().weight.requires_grad_(False)
+    small.get_output_embeddings().weight.requires_grad_(False)
+    return small.eval()

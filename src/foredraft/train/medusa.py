@@ -1,0 +1,52 @@
+"""The loss of Medusa heads (Cai et al., arXiv 2401.10774, section 2.2.1), against the target's laws."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foredraft.models.heads import MedusaHeads
+from foredraft.train.data import Batch
+
+DECAY = 0.8  # of a head's weight in the loss, per head
+
+
+class MedusaLoss:
+    """Cross-entropy of head i from each place against the target's law i + 1 places on.
+
+    lm_head: [draft vocab, hidden], rows of the target's.
+    """
+
+    def __init__(self, heads: MedusaHeads, lm_head: Tensor) -> None:
+        self.heads, self.lm_head = heads, lm_head
+
+    def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
+        """Return the loss, and of each head the share of places where its likeliest token is the target's."""
+        answer, row = batch.places(0)
+        left = batch.rows[answer] - 1 - row
+        last = batch.states[answer, row, -self.lm_head.shape[1] :].float()
+        with torch.no_grad():
+            laws = torch.softmax((last @ self.lm_head.t()).float(), -1)
+        guesses = self.heads(last)
+        loss, right = last.new_zeros(()), []
+        for head in range(guesses.shape[1]):
+            judged = (left > head).nonzero().flatten()
+            logits = (guesses[judged, head] @ self.lm_head.t()).float()
+            law = laws[judged + head + 1]
+            loss = loss - DECAY**head * (law * torch.log_softmax(logits, -1)).sum(-1).mean()
+            right.append((logits.argmax(-1) == law.argmax(-1)).float().mean())
+        return loss, torch.stack(right)
+
+
+@torch.no_grad()
+def rank_hits(loss: MedusaLoss, batch: Batch, ranks: int) -> list[list[float]]:
+    """Return how often the token of each rank of each head is the answer's own, [heads][ranks]."""
+    answer, row = batch.places(0)
+    last = batch.states[answer, row, -loss.lm_head.shape[1] :].float()
+    guesses, hits = loss.heads(last), []
+    for head in range(guesses.shape[1]):
+        judged = (batch.rows[answer] - 1 - row > head).nonzero().flatten()
+        best = (guesses[judged, head] @ loss.lm_head.t()).topk(min(ranks, len(loss.lm_head)), -1).indices
+        law = last[judged + head + 1] @ loss.lm_head.t()
+        hits.append((best == law.argmax(-1, keepdim=True)).float().mean(0).tolist())
+    return hits

@@ -1,0 +1,157 @@
+"""From prompts to a draft: answers, features, training, measuring, provenance. What is done is not done
+again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+import foredraft
+from foredraft import zoo
+from foredraft.errors import ConfigError
+from foredraft.llm import load_tokenizer
+from foredraft.models import HFCausal, load_target
+from foredraft.models.checkpoint import target_facts
+from foredraft.train import recipes
+from foredraft.train.collect import Answer, AnswerFile, collect
+from foredraft.train.data import split, stack
+from foredraft.train.loop import Plan, Progressed, Trainee, fit
+from foredraft.train.prompts import load_prompts
+
+KINDS: dict[str, Callable[[recipes.Setting, Sequence[Answer], int], Trainee]] = {
+    "eagle": recipes.eagle,
+    "medusa": recipes.medusa,
+    "draft": recipes.draft,
+}
+LEARNING_RATES = {"eagle": 2e-3, "medusa": 1e-3, "draft": 5e-4}
+_HELD_OUT = 0.02
+_MEASURED = 16  # held-out prompts that are answered after every epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a run may be told. longest: prompts of more tokens are left out; limit: use so many prompts."""
+
+    epochs: int = 2
+    max_tokens: int = 128
+    temperatures: tuple[float, ...] = (0.0, 1.0)
+    longest: int = 640
+    limit: int | None = None
+    draft_vocab_size: int = 8192
+
+    def __post_init__(self) -> None:
+        for name, least in (("epochs", 1), ("max_tokens", 2), ("longest", 1), ("draft_vocab_size", 2)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
+        if self.limit is not None and self.limit < 2:
+            raise ConfigError(f"limit={self.limit} is too small: one prompt to train on, one to hold out")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError(f"temperatures={self.temperatures}: give one or more, 0 (greedy) or higher")
+
+
+def train(
+    kind: str, files: Sequence[Path], model: str, out: Path, options: Options, progress: Progress
+) -> dict[str, Any]:
+    """Make a draft of one kind in `out`, which LLM(draft=out) takes; return its provenance.
+
+    Raises ConfigError, CheckpointError, CapacityError or what loading a model raises. A run that was killed
+    goes on when it is started again with the same options.
+    """
+    if kind not in KINDS:
+        raise ConfigError(f"kind={kind!r} is unknown: use {', '.join(KINDS)}")
+    path = zoo.resolve(model)
+    prompts = load_prompts(files, load_tokenizer(path), longest=options.longest)[: options.limit]
+    target = load_target(path)
+    facts = replace(target_facts(path), name=str(model))
+    work = out / "work"
+    layers = (*recipes.fused_layers(facts.num_layers), facts.num_layers)
+    collected = AnswerFile(work / "answers", facts.hidden_size * len(layers))
+    collect(
+        target,
+        prompts,
+        collected,
+        hidden_layers=layers,
+        temperatures=options.temperatures,
+        max_tokens=options.max_tokens,
+        progress=progress,
+    )
+    learning, held = split(collected.answers, _HELD_OUT)
+    learning, held = _both(learning, held)
+    setting = recipes.Setting(target, facts, _modules(path, target), held, stack(held, collected.states()))
+    trainee = KINDS[kind](setting, learning, options.draft_vocab_size)
+    plan = Plan(options.epochs, LEARNING_RATES[kind])
+    done = fit(trainee, learning, collected.states(), plan, work, progress)
+    shutil.copytree(work / "best", out, dirs_exist_ok=True)
+    record = provenance(kind, model, files, options, plan, done, learning, held)
+    (out / "provenance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def provenance(
+    kind: str,
+    model: str,
+    files: Sequence[Path],
+    options: Options,
+    plan: Plan,
+    done: Progressed,
+    learning: Sequence[Answer],
+    held: Sequence[Answer],
+) -> dict[str, Any]:
+    """Return where a draft comes from, as plain JSON values."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes())
+    every = max(1, len(done.losses) // 200)
+    return {
+        "kind": kind,
+        "target": model,
+        "command": f"foredraft train {kind} {' '.join(path.name for path in files)} --model {model}",
+        "options": asdict(options),
+        "plan": asdict(plan),
+        "prompts_sha256": digest.hexdigest(),
+        "answers": len(learning),
+        "answer_tokens": sum(len(answer.token_ids) for answer in learning),
+        "held_out": len(held),
+        "training_s": round(done.seconds),
+        "steps": len(done.losses),
+        "losses": done.losses[::every],
+        "held_out_accepted_at": done.accepted_at,
+        "held_out_mean_emitted": done.mean_emitted,
+        "versions": {
+            "foredraft": foredraft.__version__,
+            "torch": torch.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+            "python": platform.python_version(),
+        },
+    }
+
+
+def _both(learning: list[Answer], held: list[Answer]) -> tuple[list[Answer], list[Answer]]:
+    """Return answers to learn from and a few to measure on; raises ConfigError if there are not both."""
+    usable = [answer for answer in learning if len(answer.token_ids) > 1]
+    some = [answer for answer in held if len(answer.token_ids) > 1][:_MEASURED] or usable[-1:]
+    usable = [answer for answer in usable if answer not in some]
+    if not usable:
+        raise ConfigError(
+            "no prompt is left to train on after those held out: give more prompts, or raise the limits that "
+            "left some out"
+        )
+    return usable, some
+
+
+def _modules(path: Path, target: HFCausal) -> Any:
+    """Return the target's transformers module in float32, whose weights drafts begin with."""
+    import transformers
+
+    return transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).to(target.device)
