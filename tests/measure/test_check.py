@@ -18,7 +18,7 @@ from foredraft.measure.greedy import compare, gap_noise
 from foredraft.measure.laws import detectable, looks, spent, tree_test
 from foredraft.measure.subjects import Answered
 
-REPEATS = int(os.environ.get("FOREDRAFT_CHECK_REPEATS", "2"))  # 100 by hand
+REPEATS = int(os.environ.get("FOREDRAFT_CHECK_REPEATS", "1"))  # 100 by hand
 NAMED = [(body["prompt"], body) for body in BODIES]
 QUICK = Plan(sampled=0)
 
@@ -68,7 +68,7 @@ def test_planted_faults_are_found_and_named(fault: str, where: str) -> None:
 @pytest.mark.parametrize(
     ("fault", "answers"),
     [
-        ("twelve in a hundred", 1200),
+        ("twenty in a hundred", 600),
         pytest.param("three in a hundred", 16_000, marks=pytest.mark.skipif(REPEATS < 100, reason="by hand")),
     ],
 )

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import wraps
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import mock, serving
+from serving import mock, patient, serving
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
@@ -29,19 +28,6 @@ from foredraft.measure.workload import Ask, Defaults, Load, load_asks, parse_loa
 
 TOKENS = 21
 CLOSE = 0.03
-
-
-def patient(test: Callable[[], None]) -> Callable[[], None]:
-    """Try up to three times: that a busy machine stalls is no fault of the figures."""
-
-    @wraps(test)
-    def run_again() -> None:
-        for _ in range(2):
-            with suppress(AssertionError):
-                return test()
-        return test()
-
-    return run_again
 
 
 def asks(count: int = 4, max_tokens: int = TOKENS) -> list[Ask]:

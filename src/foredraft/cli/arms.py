@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,15 @@ if TYPE_CHECKING:
     from foredraft.measure.run import Arm
     from foredraft.measure.workload import Ask, Load
 
+_NEEDS = ("httpx2", "scipy", "starlette", "uvicorn")
 REQUESTS, ENGINE, SERVERS = "What is asked", "This engine", "Servers"
+
+
+def need_extra() -> None:
+    """Raise ConfigError if the packages that measuring needs are not installed."""
+    missing = [name for name in _NEEDS if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"this command needs {', '.join(missing)}: pip install 'foredraft[measure]'")
 
 
 def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -41,6 +50,7 @@ class Asked:
 
     def load_asks(self) -> list[Ask]:
         """Read the requests; raises ConfigError."""
+        need_extra()
         from foredraft.measure.workload import Defaults, load_asks
 
         for name, least in (("limit", 1), ("max_tokens", 1)):

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from foredraft.cli.arms import need_extra
+
 
 def mock_server(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -30,6 +32,7 @@ def mock_server(
 
     foredraft mock-server --port 8101 --inter-token 0.01 --chunk 3 --levels 4 --accept-rate 0.6
     """
+    need_extra()
     import uvicorn
 
     from foredraft.measure.mock_server import MockTruth, mock_app

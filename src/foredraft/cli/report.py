@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from foredraft.cli.arms import need_extra
 from foredraft.cli.output import note, print_json
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ def report(
 
     foredraft report before.jsonl after.jsonl --by-category
     """
+    need_extra()
     from foredraft.measure.records import read_record
 
     show(read_record(records), report=out, by_category=by_category, as_json=as_json)

@@ -52,19 +52,20 @@ class SampledFinding:
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """What was tested and what was found."""
+    """What was tested and what was found. float32: greedy findings again, of requests that were ties."""
 
     baseline: str
     variant: str
     greedy: tuple[GreedyFinding, ...]
     sampled: SampledFinding | None
     parameters: tuple[ParameterFinding, ...]
+    float32: tuple[GreedyFinding, ...] = ()
 
     @property
     def passed(self) -> bool:
         """True if nothing differs: ties are not differences, and an honest refusal is not either."""
         return (
-            not any(finding.judged == "difference" for finding in self.greedy)
+            not any(finding.judged == "difference" for finding in (*self.greedy, *self.float32))
             and not (self.sampled is not None and (self.sampled.differs or self.sampled.refused))
             and not any(finding.outcome in _BAD for finding in self.parameters)
         )
@@ -82,6 +83,7 @@ class Certificate:
             f"greedy: {len(kinds)} comparisons, {counts}",
         ]
         lines += [_greedy_line(finding) for finding in self.greedy if finding.judged != "same"]
+        lines += [f"in float32:{_greedy_line(finding)}" for finding in self.float32]
         if self.sampled is not None:
             lines.append(_sampled_line(self.sampled))
         lines += [
@@ -92,7 +94,7 @@ class Certificate:
 
 def _greedy_line(finding: GreedyFinding) -> str:
     if finding.at is None:
-        return f"  {finding.where}: {finding.judged}, {finding.variant}"
+        return f"  {finding.where}: {finding.judged} {finding.variant}".rstrip()
     gap = f"{finding.gap:.3g} nats apart" if finding.gap is not None else "with unknown gap"
     return f"  {finding.where}: {finding.judged} at token {finding.at}, {gap}, noise {finding.noise:.2g}"
 
