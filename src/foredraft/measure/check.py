@@ -14,7 +14,7 @@ from foredraft.measure.subjects import Answered, Subject
 _POWER = 0.9
 _SHORT = 6  # tokens of a sampled answer
 _BATCH = 256  # answers asked for at once
-_BAD = ("difference", "ignored")
+_BAD = ("difference", "ignored", "failed")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from foredraft.measure.greedy import compare, first_difference, with_logprobs
 from foredraft.measure.subjects import Answered, Subject
 
-Outcome = Literal["same", "tie", "difference", "ignored", "refused", "not shown"]
+Outcome = Literal["same", "tie", "difference", "ignored", "failed", "refused", "not shown"]
 _PENALTIES = {"repetition_penalty": 1.5, "presence_penalty": 1.5, "frequency_penalty": 1.5}
 _TO_GREEDY = {"top_k": 1, "top_p": 1e-6, "min_p": 1.0}  # at these values every draw is the greedy token
 _LOGPROB_OFF = 0.2  # nats that a log-probability may differ beyond noise: rows round differently in 16 bits
@@ -19,7 +19,7 @@ _SURE = 0.02  # nats: less than this and a token is as good as certain
 
 @dataclass(frozen=True, slots=True)
 class ParameterFinding:
-    """What a parameter did. Fails if it is a difference or ignored."""
+    """What a parameter did. Fails if it is a difference, ignored or failed."""
 
     parameter: str
     outcome: Outcome
@@ -34,7 +34,7 @@ def check_parameters(
     for body in bodies:
         for finding in _one_body(baseline, variant, body, noise):
             tries.setdefault(finding.parameter, []).append(finding)
-    order = ("ignored", "difference", "refused", "tie", "same", "not shown")
+    order = ("failed", "ignored", "difference", "refused", "tie", "same", "not shown")
     return [min(found, key=lambda one: order.index(one.outcome)) for found in tries.values()]
 
 
@@ -49,7 +49,7 @@ def _one_body(
 
     usual = both()
     if usual[0].refused or usual[1].refused:
-        return [ParameterFinding("plain request", "refused", usual[1].refused or usual[0].refused or "")]
+        return [_refusal("plain request", usual[1], usual[0])]
     findings = [
         _changes(name, {name: value}, usual, both, baseline, plain, noise)
         for name, value in (*_PENALTIES.items(), *_bias(baseline, usual[0]))
@@ -83,7 +83,7 @@ def _changes(
     """A parameter that changes greedy answers must change both alike."""
     base, other = both(**change)
     if base.refused or other.refused:
-        return ParameterFinding(name, "refused", other.refused or base.refused or "")
+        return _refusal(name, other, base)
     finding = compare(name, base, other, noise)
     value = change[name]
     if finding.judged != "difference":
@@ -119,13 +119,19 @@ def _to_greedy(
     asked = {**plain, name: value, "temperature": 1.0, "seed": 5}
     answer = variant.ask([asked], together=False)[0]
     if answer.refused:
-        return ParameterFinding(name, "refused", answer.refused)
+        return _refusal(name, answer)
     at = first_difference(answer, usual)
     if at is None:
         return ParameterFinding(name, "same", f"{name}={value} at temperature 1 is greedy")
     tie = at < len(usual.tops) and _near_tie(usual.tops[at])
     detail = f"{name}={value} at temperature 1 leaves the greedy answer at token {at}"
     return ParameterFinding(name, "tie" if tie else "ignored", detail)
+
+
+def _refusal(name: str, *answers: Answered) -> ParameterFinding:
+    """A refusal by name is honest; a fault is not."""
+    refused = next(answer for answer in answers if answer.refused)
+    return ParameterFinding(name, "failed" if refused.broke else "refused", refused.refused or "")
 
 
 def _near_tie(top: Mapping[Any, float]) -> bool:
@@ -141,7 +147,7 @@ def _stop(usual: Answered, both: Callable[..., tuple[Answered, Answered]], noise
         return ParameterFinding("stop", "not shown", "the answer is too short")
     base, other = both(stop=[word])
     if base.refused or other.refused:
-        return ParameterFinding("stop", "refused", other.refused or base.refused or "")
+        return _refusal("stop", other, base)
     if first_difference(base, other) is None and (base.usage, base.finish) == (other.usage, other.finish):
         return ParameterFinding("stop", "same", f"stop={word!r} after {other.usage} tokens")
     finding = compare("stop", base, other, noise)
@@ -158,7 +164,7 @@ def _lengths(plain: Mapping[str, Any], variant: Subject) -> list[ParameterFindin
     for longest in (1, 2, 3, 5, 8):
         answer = variant.ask([{**plain, "max_tokens": longest}], together=False)[0]
         if answer.refused:
-            return [ParameterFinding("max_tokens", "refused", answer.refused)]
+            return [_refusal("max_tokens", answer)]
         counts = {answer.usage, len(answer.tokens) if answer.tokens is not None else answer.usage}
         kept = counts == {longest} if answer.finish == "length" else max(c or 0 for c in counts) <= longest
         if not kept:

@@ -14,7 +14,8 @@ from foredraft.measure.client import Client, RequestFailed
 @dataclass(frozen=True, slots=True)
 class Answered:
     """One answer. tokens: ids or texts of the tokens; logprobs and tops (the likeliest tokens' ) beside them,
-    None where they are not told. usage: as claimed. refused: why there is no answer.
+    None where they are not told. usage: as claimed. refused: why there is no answer; broke: that it was not
+    said honestly, but by a fault (HTTP 5xx, a lost connection).
     """
 
     text: str = ""
@@ -24,6 +25,7 @@ class Answered:
     finish: str | None = None
     usage: int | None = None
     refused: str | None = None
+    broke: bool = False
 
 
 class Subject(Protocol):
@@ -112,7 +114,8 @@ class ServerSubject:
         try:
             reply = await self.client.ask("/v1/chat/completions" if chat else "/v1/completions", sent)
         except RequestFailed as error:
-            return Answered(refused=str(error))
+            honest = error.status is not None and 400 <= error.status < 500
+            return Answered(refused=str(error), broke=not honest)
         told = reply.tokens
         return Answered(
             text=reply.text,
