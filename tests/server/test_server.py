@@ -259,14 +259,16 @@ def test_a_failed_step_fails_only_what_ran(
         assert server.http.get("/health").status_code == 200
 
 
-@pytest.mark.parametrize(("grace", "ending"), [(30.0, "length"), (0.0, "shutdown")])
+@pytest.mark.parametrize(("grace", "tokens", "ending"), [(30.0, 150, "length"), (0.0, 1500, "shutdown")])
 def test_shutdown_finishes_streams_or_ends_them_cleanly(
-    serve: Callable[..., Any], grace: float, ending: str
+    serve: Callable[..., Any], grace: float, tokens: int, ending: str
 ) -> None:
     lines: list[str] = []
 
     def read(url: str) -> None:
-        with httpx2.stream("POST", url + CHAT, json=LONG | {"stream": True, "max_tokens": 150}) as response:
+        with httpx2.stream(
+            "POST", url + CHAT, json=LONG | {"stream": True, "max_tokens": tokens}
+        ) as response:
             lines.extend(line for line in response.iter_lines() if line)
 
     with serve(grace_s=grace) as server:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
@@ -14,7 +13,6 @@ from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from foredraft.errors import CapacityError, ConfigError, ForedraftError
 from foredraft.server import answers
@@ -25,14 +23,9 @@ from foredraft.server.errors import ApiError, refused
 from foredraft.server.metrics import Metrics
 from foredraft.server.prompts import Prepared, Preparer
 from foredraft.server.schemas import ChatRequest, CompletionRequest
+from foredraft.server.streams import ClientGone, Emit, EventStream, unless_gone, until
 from foredraft.server.worker import EngineFailed, Ticket, Worker
 from foredraft.types import StepOutput
-
-Emit = Callable[[dict[str, Any]], Awaitable[None]]
-
-
-class ClientGone(Exception):
-    """The client has closed the connection."""
 
 
 @dataclass(slots=True)
@@ -78,7 +71,7 @@ class Service:
             return await EventStream.begin(self._stream(request, body, prepared, ready), ready, deadline)
         work = self._whole(request, body, prepared)
         try:
-            response: Response = await unless_gone(request.receive, _until(deadline, work))
+            response: Response = await unless_gone(request.receive, until(deadline, work))
             return response
         except ClientGone:
             return Response(status_code=499)
@@ -275,108 +268,3 @@ class Service:
         self._prepare.shutdown()
         if self.capture is not None:
             self.capture.close()
-
-
-async def _until(deadline: float, work: Coroutine[Any, Any, Response]) -> Response:
-    try:
-        async with asyncio.timeout(deadline - time.monotonic()):
-            return await work
-    except TimeoutError:
-        raise ApiError(504, "the request took longer than this server allows", code="deadline") from None
-    except asyncio.CancelledError as error:
-        if "shutdown" in error.args:
-            raise ApiError(503, "the server is shutting down", code="shutdown") from None
-        raise
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
-    """Run `work` as long as the client stays; raises ClientGone when it leaves."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientGone
-    finally:
-        for each in (task, gone):
-            each.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class EventStream(Response):
-    """Server-sent events; ends when they end, when the client leaves, or at the deadline."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
-        del self.headers["content-length"]
-        self._events: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue(maxsize=8)
-        self._work: asyncio.Task[None]
-        self._deadline = 0.0
-
-    @classmethod
-    async def begin(
-        cls, write: Callable[[Emit], Coroutine[Any, Any, None]], ready: asyncio.Future[None], deadline: float
-    ) -> EventStream:
-        """Start the work; return once the engine has taken it, or raise what it raised before."""
-        stream = cls()
-        stream._deadline = deadline
-        stream._work = asyncio.ensure_future(stream._produce(write, ready))
-        try:
-            await ready
-        except BaseException:
-            stream._work.cancel()
-            raise
-        return stream
-
-    async def _produce(
-        self, write: Callable[[Emit], Coroutine[Any, Any, None]], ready: asyncio.Future[None]
-    ) -> None:
-        try:
-            async with asyncio.timeout(self._deadline - time.monotonic()):
-                await write(self._events.put)
-        except (ApiError, TimeoutError, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and "shutdown" not in error.args:
-                ready.cancel()
-                raise
-            told = error if isinstance(error, ApiError) else _ending(error)
-            if not ready.done():
-                ready.set_exception(told)
-                return
-            await self._events.put(told.body)
-        except BaseException as error:
-            if not ready.done():
-                ready.set_exception(error)
-                return
-            raise
-        await self._events.put(None)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events as they come."""
-        try:
-            await unless_gone(receive, self._send(send))
-        except (ClientGone, OSError):
-            pass
-        finally:
-            self._work.cancel()
-            await asyncio.gather(self._work, return_exceptions=True)
-
-    async def _send(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        while (event := await self._events.get()) is not None:
-            line = b"data: " + json.dumps(event, ensure_ascii=False).encode() + b"\n\n"
-            await send({"type": "http.response.body", "body": line, "more_body": True})
-        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False})
-
-
-def _ending(error: BaseException) -> ApiError:
-    if isinstance(error, TimeoutError):
-        return ApiError(504, "the request took longer than this server allows", code="deadline")
-    return ApiError(503, "the server is shutting down", code="shutdown")
