@@ -27,12 +27,12 @@ class Batch:
     rows: Tensor
     prompts: Tensor
 
-    def places(self, first: int) -> tuple[Tensor, Tensor]:
-        """Return the (answer, row) of all real rows from `first` after the last of the prompt on, int64 [n]
-        each.
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Return the (answer, row) of all real rows from the last of the prompt on, but not the first of
+        all, int64 [n] each.
         """
         place = torch.arange(self.states.shape[1])
-        real = (place >= self.prompts[:, None] - 1 + first) & (place < self.rows[:, None])
+        real = (place >= (self.prompts[:, None] - 1).clamp(min=1)) & (place < self.rows[:, None])
         answer, row = real.nonzero(as_tuple=True)
         return answer, row
 

@@ -25,7 +25,7 @@ class DistilLoss:
 
     def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and the share of places where the likeliest token is the target's, [1]."""
-        answer, row = batch.places(0)
+        answer, row = batch.places()
         rows = batch.states.shape[1]
         mask = torch.arange(rows) < batch.rows[:, None]
         found = self.model.model(input_ids=batch.ids[:, :rows], attention_mask=mask.long(), use_cache=False)

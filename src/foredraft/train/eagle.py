@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ _PROJECTED = 0.5  # share of the places whose later levels are projected to the 
 
 
 @dataclass(frozen=True, slots=True)
-class _Tree:
+class Places:
     """The places from which drafts start, and where they lie in a padded batch.
 
     answer, row, column: int64 [places]; a place drafts from the token of its row on. column counts the rows
@@ -31,8 +32,8 @@ class _Tree:
     shape: tuple[int, int]  # answers, most columns
 
     @classmethod
-    def of(cls, batch: Batch) -> _Tree:
-        answer, row = batch.places(0)
+    def of(cls, batch: Batch) -> Places:
+        answer, row = batch.places()
         column = row - (batch.prompts[answer] - 1)
         left = batch.rows[answer] - 1 - row
         return cls(answer, row, column, left, (len(batch.rows), int(column.max()) + 1))
@@ -55,36 +56,23 @@ class EagleLoss(nn.Module):
         self.head, self.levels = head, levels
         self.embedding = embedding
         self.vocabulary = lm_head[head.target_ids]
-        self.generator = torch.Generator().manual_seed(0)
 
     def forward(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and of each level the share of places where the likeliest guess is the target's,
         given that those before were, float32 [levels].
         """
-        head, tree = self.head, _Tree.of(batch)
-        width = len(head.config.hidden_layers) * head.config.hidden_size
+        tree = Places.of(batch)
         wanted, wanted_best = self._target(batch, tree)
-        fused = head.fc(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
-        keys, values, features = self._context(batch, fused)
-        extra: list[tuple[Tensor, Tensor]] = []
-        features = features[tree.answer, tree.row - 1]
-        loss = features.new_zeros((), dtype=torch.float32)
+        # Seeded by the batch, so that a run that goes on after a kill takes the same places.
+        generator = torch.Generator().manual_seed(int(batch.ids.sum()))
+        loss = torch.zeros(())
         right = torch.ones(len(tree.row), dtype=torch.bool)
         shares = []
-        for level in range(self.levels if epoch else min(_FIRST, self.levels)):
-            embeds = self.embedding[
-                batch.ids[tree.answer, (tree.row + level).clamp(max=batch.ids.shape[1] - 1)]
-            ]
-            query, key, value = head.qkv(embeds.to(features.dtype), features, head.cos_sin(tree.row + level))
-            if level:
-                extra.append((key, value))
-            attended = attend(tree, query, keys, values, extra)
-            features = head.finish(features, attended)
+        for level, features in enumerate(self.unroll(batch, tree, self.levels if epoch else _FIRST)):
             judged = (tree.left >= level).nonzero().flatten()
             if level:
-                chosen = torch.rand(len(judged), generator=self.generator) < _PROJECTED
-                judged = judged[chosen]
-            logits = self._project(features[judged])
+                judged = judged[torch.rand(len(judged), generator=generator) < _PROJECTED]
+            logits = self.project(features[judged])
             # The law after a place's token stands at its own row, and `level` rows further down.
             law = wanted[judged + level]
             loss = loss - DECAY**level * (law * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
@@ -94,13 +82,34 @@ class EagleLoss(nn.Module):
             right = torch.zeros_like(right).index_put((judged,), hit & known)
         return loss, torch.stack(shares)
 
-    def _project(self, features: Tensor) -> Tensor:
+    def unroll(self, batch: Batch, tree: Places, levels: int) -> Iterator[Tensor]:
+        """Yield what the head makes of each place at each level, [places, hidden], fed the answer's own
+        tokens.
+        """
+        head = self.head
+        width = len(head.config.hidden_layers) * head.config.hidden_size
+        fused = head.fc(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
+        keys, values = self._context(batch, fused)
+        extra: list[tuple[Tensor, Tensor]] = []
+        features = fused[tree.answer, tree.row - 1]
+        last = batch.ids.shape[1] - 1
+        for level in range(levels):
+            embeds = self.embedding[batch.ids[tree.answer, (tree.row + level).clamp(max=last)]]
+            angles = head.cos_sin(tree.row + level)
+            query, key, value = head.qkv(embeds.to(features.dtype), features, angles)
+            if level:
+                extra.append((key, value))
+            features = head.finish(features, attend(tree, query, keys, values, extra))
+            yield features
+
+    def project(self, features: Tensor) -> Tensor:
+        """Return logits over the draft's vocabulary."""
         x = self.head.norm(features)
         weight = self.vocabulary if self.head.lm_head is None else self.head.lm_head.weight
         return nn.functional.linear(x, weight.to(x.dtype))
 
     @torch.no_grad()
-    def _target(self, batch: Batch, tree: _Tree) -> tuple[Tensor, Tensor]:
+    def _target(self, batch: Batch, tree: Places) -> tuple[Tensor, Tensor]:
         """Return the target's laws over the draft's vocabulary, float32 [places, draft vocab], and the draft
         ids of its likeliest tokens (-1 where the draft has no such token).
         """
@@ -108,18 +117,18 @@ class EagleLoss(nn.Module):
         logits = (last @ self.vocabulary.to(last.dtype).t()).float()
         return torch.softmax(logits, -1), logits.argmax(-1)
 
-    def _context(self, batch: Batch, fused: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _context(self, batch: Batch, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [answers, rows - 1, kv_heads, dim] of all that the target has read."""
         answers, rows, _ = fused.shape
         positions = torch.arange(1, rows + 1).repeat(answers)
         embeds = self.embedding[batch.ids[:, 1 : rows + 1]].to(fused.dtype)
         _, key, value = self.head.qkv(embeds.flatten(0, 1), fused.flatten(0, 1), self.head.cos_sin(positions))
         shape = (answers, rows, self.head.config.kv_heads, self.head.config.head_dim)
-        return key.view(shape), value.view(shape), fused
+        return key.view(shape), value.view(shape)
 
 
 def attend(
-    tree: _Tree, query: Tensor, keys: Tensor, values: Tensor, extra: list[tuple[Tensor, Tensor]]
+    tree: Places, query: Tensor, keys: Tensor, values: Tensor, extra: list[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Attend from each place to what the target has read up to its row, and to its own earlier levels.
 

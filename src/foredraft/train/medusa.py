@@ -22,7 +22,7 @@ class MedusaLoss:
 
     def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and of each head the share of places where its likeliest token is the target's."""
-        answer, row = batch.places(0)
+        answer, row = batch.places()
         left = batch.rows[answer] - 1 - row
         last = batch.states[answer, row, -self.lm_head.shape[1] :].float()
         with torch.no_grad():
@@ -41,7 +41,7 @@ class MedusaLoss:
 @torch.no_grad()
 def rank_hits(loss: MedusaLoss, batch: Batch, ranks: int) -> list[list[float]]:
     """Return how often the token of each rank of each head is the answer's own, [heads][ranks]."""
-    answer, row = batch.places(0)
+    answer, row = batch.places()
     last = batch.states[answer, row, -loss.lm_head.shape[1] :].float()
     guesses, hits = loss.heads(last), []
     for head in range(guesses.shape[1]):
