@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ def test_groups_hold_every_span_once_and_little_padding(lengths: list[int]) -> N
     for group in groups:
         longest = max(span.length for span in group)
         assert sum(longest - span.length for span in group) <= PADDED
-    for one, other in zip(groups, groups[1:], strict=False):
+    for one, other in pairwise(groups):
         assert sum(one[0].length - span.length for span in [*one, other[0]]) > PADDED
 
 

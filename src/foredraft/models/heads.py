@@ -50,6 +50,14 @@ class EagleConfig:
         )
 
 
+class RMSNorm(nn.RMSNorm):
+    """torch's norm with its weight taken to the precision of the input, as autocast leaves it to us."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., width]. Returns the same shape."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class _Attention(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -75,10 +83,10 @@ class _Mlp(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
-        self.hidden_norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = _Attention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = _Mlp(config)
 
 
@@ -100,7 +108,7 @@ class EagleLayer(nn.Module):
         fused = len(config.hidden_layers) * config.hidden_size
         self.fc = nn.Linear(fused, config.hidden_size, bias=False)
         self.midlayer = _Layer(config)
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_lm_head else None
         )

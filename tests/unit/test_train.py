@@ -1,0 +1,192 @@
+"""foredraft train on a tiny model: from prompts to a draft, whatever interrupts it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.progress import Progress
+
+import tiny_tokenizers
+from foredraft import LLM, SamplingParams
+from foredraft.cli import main
+from foredraft.errors import CapacityError, CheckpointError, ConfigError
+from foredraft.train import collect as collecting
+from foredraft.train import loop
+from foredraft.train import run as training
+from foredraft.train.collect import AnswerFile
+from foredraft.train.loop import Plan
+from foredraft.train.prompts import load_prompts
+from foredraft.train.run import Options, train
+
+OPTIONS = Options(epochs=2, max_tokens=24, draft_vocab_size=200, limit=40)
+WORDS = (
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "the",
+    "dog",
+    "ate",
+    "big",
+    "red",
+    "apples",
+    "all",
+    "day",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_tokenizers.build_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> Path:
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": " ".join(WORDS[i % 7 : i % 7 + 3 + i % 9]) + f" {i}"} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def run(kind: str, prompts: Path, model: Path, out: Path, options: Options = OPTIONS) -> dict[str, Any]:
+    with Progress(disable=True) as progress:
+        return train(kind, [prompts], str(model), out, options, progress)
+
+
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "draft"])
+def test_training_raises_what_drafting_measures(
+    kind: str, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(training, "Plan", partial(Plan, tokens=32))
+    monkeypatch.setattr(training, "LEARNING_RATES", {"eagle": 1e-2, "medusa": 1e-2, "draft": 5e-3})
+    out = tmp_path / kind
+    record = run(kind, prompts, model, out)
+    assert record["steps"] > 0
+    assert record["answer_tokens"] > 100
+    untrained = _untrained(kind, prompts, model, tmp_path / "untrained", monkeypatch)
+    assert max(record["held_out_mean_emitted"]) > untrained
+    assert json.loads((out / "provenance.json").read_text()) == record
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    plain = LLM(model, dtype="float32").generate(["the cat", "a big dog"], greedy)
+    drafted = LLM(model, str(out), dtype="float32", budget=4).generate(["the cat", "a big dog"], greedy)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.stats.drafted for c in drafted) > 0
+
+
+def _untrained(kind: str, prompts: Path, model: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> float:
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "schedule", lambda step, total: 0.0)
+        return float(max(run(kind, prompts, model, out)["held_out_mean_emitted"]))
+
+
+def test_a_killed_run_goes_on_to_the_same_end(
+    prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = Options(epochs=1, max_tokens=16, draft_vocab_size=100, limit=30)
+    wanted = run("eagle", prompts, model, tmp_path / "whole", options)
+    out = tmp_path / "killed"
+    real, calls = AnswerFile.add, []
+
+    def failing(self: AnswerFile, *args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        real(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AnswerFile, "add", failing)
+        with pytest.raises(KeyboardInterrupt):
+            run("eagle", prompts, model, out, options)
+    with (out / "work" / "answers" / "answers.jsonl").open("a") as file:
+        file.write('{"key": "cut of')
+    with (out / "work" / "answers" / "hidden.bin").open("ab") as states:
+        states.write(b"\0" * 7)
+
+    monkeypatch.setattr(loop, "_SAVE_EVERY_S", 0.0)
+    save, saves = loop._save, []
+
+    def saving(*args: Any) -> None:
+        save(*args)
+        saves.append(1)
+        if len(saves) == 1:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "_save", saving)
+        with pytest.raises(KeyboardInterrupt):
+            run("eagle", prompts, model, out, options)
+    found = run("eagle", prompts, model, out, options)
+    assert found["steps"] == wanted["steps"]
+    assert found["losses"] == pytest.approx(wanted["losses"], abs=0.2)
+
+
+def test_a_run_with_other_options_is_not_mixed_in(prompts: Path, model: Path, tmp_path: Path) -> None:
+    options = Options(epochs=1, max_tokens=8, draft_vocab_size=100, limit=10)
+    run("medusa", prompts, model, tmp_path / "out", options)
+    with pytest.raises(CheckpointError, match="was begun with"):
+        run("medusa", prompts, model, tmp_path / "out", replace(options, epochs=3))
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "bad.jsonl:2"),
+        ("[1]", "bad.jsonl:2"),
+        ('{"text": "x"}', "bad.jsonl:2"),
+    ],
+)
+def test_a_bad_line_is_named(line: str, words: str, model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"prompt": "the cat"}\n' + line + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=words):
+        run("eagle", path, model, tmp_path / "out")
+
+
+def test_no_prompt_left(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "few.jsonl"
+    path.write_text('{"prompt": "the cat sat on the mat"}\n', encoding="utf-8")
+    with pytest.raises(ConfigError, match="no prompt is left"):
+        run("eagle", path, model, tmp_path / "out", Options(longest=1))
+    with pytest.raises(ConfigError, match="no prompt is left to train on"):
+        run("eagle", path, model, tmp_path / "out", Options(max_tokens=4))
+
+
+def test_too_little_disk(prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collecting, "_SPARE", 1 << 60)
+    with pytest.raises(CapacityError, match="GB are free"):
+        run("eagle", prompts, model, tmp_path / "out")
+
+
+def test_each_prompt_once_in_a_stable_order(model: Path, tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizers.byte_level()
+    one, two = tmp_path / "one.jsonl", tmp_path / "two.jsonl"
+    one.write_text('{"prompt": "the cat"}\n{"prompt": "the dog"}\n', encoding="utf-8")
+    two.write_text('{"body": {"prompt": "the cat"}}\n', encoding="utf-8")
+    found = load_prompts([one, two], tokenizer, longest=50)
+    assert len(found) == 2
+    assert found == load_prompts([two, one], tokenizer, longest=50)
+
+
+def test_the_command_line(
+    prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", "eagle", str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "x")])
+    assert end.value.code == 2
+    assert "does not exist" in capsys.readouterr().err
+    args = ["--out", str(tmp_path / "out"), "--model", str(model), "--limit", "8", "--max-tokens", "8"]
+    with pytest.raises(SystemExit) as end:
+        main(["train", "medusa", str(prompts), *args, "--epochs", "1", "--draft-vocab", "100", "--json"])
+    assert end.value.code == 0
+    assert json.loads(capsys.readouterr().out)["kind"] == "medusa"
+    assert torch.is_tensor(LLM(model, str(tmp_path / "out")).engine.drafter.proposer.target_ids)  # type: ignore[union-attr]
