@@ -66,11 +66,11 @@ class Model:
     detokenizer: Detokenizer
 
     @classmethod
-    def load(cls, name: str, folder: Path) -> Model:
-        """Load a zoo name or directory in float32; the draft is written to `folder`."""
+    def load(cls, name: str, folder: Path, dtype: str = "float32") -> Model:
+        """Load a zoo name or directory; the draft is written to `folder`."""
         path = zoo.resolve(name)
-        target = load_target(path, dtype="float32")
-        draft = load_target(truncated_copy(path, folder, len(target.layers) - 2), dtype="float32")
+        target = load_target(path, dtype=dtype)
+        draft = load_target(truncated_copy(path, folder, len(target.layers) - 2), dtype=dtype)
         tokenizer = load_tokenizer(path)
         return cls(target, draft, tokenizer, Detokenizer(tokenizer))
 

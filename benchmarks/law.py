@@ -2,7 +2,7 @@
 
     python benchmarks/law.py --draws 4000 --out results/law.jsonl
 
-On a real model in float32, for each prompt and setting: --draws answers decoded plainly, and as many with
+On a real model, for each prompt and setting: --draws answers decoded plainly, and as many with
 each draft, every one with a seed of its own: `truncated`, a chain drawn from the target without its last two
 layers, which is verified by rejection; `ngram` and `tree`, which are verified by matching. Compared are the
 counts of the first token, of the first two and of all three, each by a two-sample chi-square; cells with
@@ -192,17 +192,17 @@ def main() -> int:
     """Run everything, print the tables; 1 if a law differs."""
     cli = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     cli.add_argument("--model", default="smollm2-135m")
+    cli.add_argument("--dtype", default="float32", help="float32 or bfloat16, which is several times faster")
     cli.add_argument(
         "--draws", type=int, default=1000, help="answers a prompt and draft; 20000 for a full run"
     )
     cli.add_argument("--out", type=Path, default=Path("results/law.jsonl"))
     args = cli.parse_args()
-    args.dtype = "float32"
 
     records = [power(distance, draws) for distance in DISTANCES for draws in sorted({args.draws, 20_000})]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, args.out.open("w", encoding="utf-8") as out:
-        model = Model.load(args.model, Path(folder))
+        model = Model.load(args.model, Path(folder), args.dtype)
         for case in track(range(len(CASES)), "prompts", console=Console(stderr=True)):
             records += compare(model, case, args.draws)
         for record in [header(args), *records]:

@@ -226,7 +226,7 @@ def test_sampled_answers_follow_the_targets_law(
     while engine.has_work:
         for output in engine.step():
             found[output.request_id] = (*found.get(output.request_id, ()), *output.token_ids)
-    assert engine.stats.accepted > 200
+    assert engine.stats.accepted > 60
     law = second_and_third(target, prompt, params)
     counts = Counter(answer[1:] for answer in found.values())
     common = [pair for pair, chance in law.items() if chance * 4000 >= 8]
