@@ -33,7 +33,8 @@ class LLM:
     """A language model that drafts.
 
     `model` and `draft`: a zoo name, a directory, a Hugging Face id; `draft` also "ngram", "suffix",
-    "suffix-shared" (looks through earlier answers too) or None (plain decoding). `dtype`: "auto" (as
+    "suffix-shared" (looks through earlier answers too), "eagle", "medusa" or "distilled" (where shipped for
+    the model; a directory may hold such a draft too), or None (plain decoding). `dtype`: "auto" (as
     stored, where that is fast), "float32", "bfloat16" or "float16". `budget`: the most nodes drafted per
     sequence and step, or "auto". `max_seqs` requests run at once, others wait. `max_len`: prompt and
     answer in tokens, at most (None: the model's context, or what the cache holds). `kv_gb`: memory for
@@ -41,7 +42,7 @@ class LLM:
     model, the nodes of each level of a tree drafted instead of a chain. `prefix_cache`: a request that
     begins like an earlier one reuses its cache; turn it off to time requests one by one.
 
-    Raises ModelError, CheckpointError or DownloadError if the model cannot be had or run, ConfigError or
+    Raises ModelError, CheckpointError or DownloadError if model or draft cannot be had or run, ConfigError or
     CapacityError for options. One thread may use it at a time; streams and calls may interleave.
     """
 

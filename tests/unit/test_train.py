@@ -12,10 +12,11 @@ import pytest
 import torch
 from rich.progress import Progress
 
+import tiny_models
 import tiny_tokenizers
 from foredraft import LLM, SamplingParams
 from foredraft.cli import main
-from foredraft.errors import CapacityError, CheckpointError, ConfigError
+from foredraft.errors import CapacityError, CheckpointError, ConfigError, ModelError
 from foredraft.train import collect as collecting
 from foredraft.train import loop
 from foredraft.train import run as training
@@ -190,3 +191,25 @@ def test_the_command_line(
     assert end.value.code == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "medusa"
     assert torch.is_tensor(LLM(model, str(tmp_path / "out")).engine.drafter.proposer.target_ids)  # type: ignore[union-attr]
+
+
+def test_what_is_not_shipped_is_said(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none is shipped for .*foredraft train"):
+        LLM(model, "eagle")
+
+
+def test_a_draft_for_another_target_is_refused(
+    prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FOREDRAFT_CACHE", str(tmp_path / "cache"))
+    options = Options(epochs=1, max_tokens=8, draft_vocab_size=100, limit=10)
+    run("draft", prompts, model, tmp_path / "draft", options)
+    run("medusa", prompts, model, tmp_path / "medusa", options)
+    other = tiny_models.build("llama", tmp_path / "other", hidden_size=64, vocab_size=330)
+    tiny_tokenizers.byte_level().save_pretrained(other)
+    with pytest.raises(CheckpointError, match="was distilled from"):
+        LLM(other, str(tmp_path / "draft"))
+    with pytest.raises(CheckpointError, match="hidden"):
+        LLM(other, str(tmp_path / "medusa"))
+    with pytest.raises(ModelError, match="no target"):
+        LLM(next((tmp_path / "cache" / "drafts").iterdir()))

@@ -34,8 +34,8 @@ class Loading:
         str,
         _option(
             MODEL,
-            "none, ngram, suffix, suffix-shared (looks through earlier answers too), "
-            "or a smaller model named as --model is.",
+            "none, ngram, suffix, suffix-shared (looks through earlier answers too), eagle, medusa, the "
+            "directory of a draft, or a smaller model named as --model is.",
         ),
     ] = "ngram"
     budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (

@@ -15,7 +15,8 @@ from foredraft import sampling
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache, LayerShape
 from foredraft.engine.sequence import Sequence
-from foredraft.models.attention import Attend, Head
+from foredraft.models.attention import Attend
+from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
@@ -89,11 +90,11 @@ class EagleProposer:
         self, head: EagleLayer, *, embedding: Tensor, lm_head: Tensor, kv_tokens: int, drawn: bool = False
     ) -> None:
         config = head.config
-        self.head, self.drawn, self.embedding = head, drawn, embedding
+        self.head, self.drawn = head, drawn
         self.needs = Needs(hidden_layers=config.hidden_layers, draw="iid" if drawn else "fixed")
         self.target_ids = head.target_ids
-        own = head.lm_head.weight if head.lm_head is not None else lm_head
-        self.to_logits = own.detach().to(embedding.dtype).contiguous()
+        own = head.lm_head.weight.detach() if head.lm_head is not None else lm_head
+        self._fast = FastEagle(head, embedding, own.to(embedding.dtype))
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
         self._kv = KVCache([shape], kv_tokens, dtype=embedding.dtype, device=embedding.device)
         self._states: dict[str, _State] = {}
@@ -124,7 +125,7 @@ class EagleProposer:
             seq, state = draft.seq, self._states[draft.seq.request_id]
             if not draft.tokens:
                 feeds.append(Feed(seq.tokens[state.first + 1 :], state.first, seq.table, NO_DRAFT))
-                features.append(self.head.fc(state.waiting))
+                features.append(self._fast.fuse(state.waiting))
                 state.first, state.waiting = len(seq.tokens) - 1, state.waiting[:0]
             else:
                 nodes = draft.fed_draft(len(draft.fed))
@@ -137,16 +138,13 @@ class EagleProposer:
         for draft, rows in zip(growing, batch.logits_of, strict=True):
             draft.features = out[batch.logit_rows[rows.start : rows.stop]]
             draft.frontier = len(draft.fed)
-            found.append(torch.nn.functional.linear(self.head.norm(draft.features), self.to_logits).float())
+            found.append(self._fast.logits(draft.features))
         return found
 
     def _run(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return the layer's output [rows, hidden] and write its cache."""
-        embeds = self.embedding[batch.token_ids]
-        query, key, value = self.head.qkv(embeds, features, self.head.cos_sin(batch.positions))
-        attend = Attend(batch, self._kv, self._kv.device, embeds.dtype)
-        found = attend(0, query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), Head())
-        return self.head.finish(features, found.flatten(1))
+        """Return the head's output [rows, hidden] and write its cache."""
+        attend = Attend(batch, self._kv, self._kv.device, features.dtype)
+        return self._fast(batch.token_ids, batch.positions, features, attend)
 
     def _grow(self, draft: _Growing, logits: Tensor) -> None:
         """Add the candidates of one level; logits: [nodes, draft vocab], after the root or the newest fed
@@ -242,7 +240,7 @@ class EagleProposer:
             for seq, state in many
         ]
         features = torch.cat([state.waiting[:-1] for _, state in many])
-        self._run(make_batch(feeds), self.head.fc(features))
+        self._run(make_batch(feeds), self._fast.fuse(features))
         for seq, state in many:
             state.first, state.waiting = seq.kv_len - 1, state.waiting[-1:]
 
