@@ -77,6 +77,7 @@ def answers(target: HFCausal, proposer: Any, params: SamplingParams, budget: int
     while engine.has_work:
         for output in engine.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
+        assert not engine.drafter._off  # no draft failed
     assert proposer is None or engine.stats.drafted > 0
     return found
 
@@ -103,7 +104,7 @@ def test_no_head_changes_a_text(
     kind: str, params: SamplingParams, target: HFCausal, embedding: torch.Tensor
 ) -> None:
     wanted = answers(target, None, params, 0)
-    for budget in (1, 7):
+    for budget in (1, 3, 7, 20):
         proposer: Any = eagle_proposer(eagle(), embedding, drawn=kind.endswith("drawn"))
         if kind.startswith("medusa"):
             tree = ((0,), (1,), (0, 0), (0, 0, 1), (1, 2)) if kind.endswith("static") else None

@@ -175,7 +175,8 @@ class EagleProposer:
         """
         newest = sorted(range(first, len(draft.tokens)), key=lambda c: -draft.scores[c])[:_WIDTH]
         least = sorted(draft.scores, reverse=True)[: draft.budget][-1]
-        chosen = [c for c in newest if draft.scores[c] >= least]
+        room = draft.budget - len(draft.fed)  # a fed node takes a slot, and the budget's are there
+        chosen = [c for c in newest if draft.scores[c] >= least][:room]
         if draft.levels <= 0 or sum(exp(draft.scores[c]) for c in chosen) < _WORTH:
             return
         assert draft.features is not None
