@@ -85,8 +85,7 @@ def talk(llm: LLM | Remote, params: SamplingParams, ask: Callable[[], str]) -> N
             _turn(llm, params, messages, said)
 
 
-def _turn(
-    llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
+def _turn(llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, str]], said: str) -> None:
     """Answer one message. What was shown of a cancelled answer stays in the conversation."""
     messages.append({"role": "user", "content": said})
     try:
@@ -101,9 +100,7 @@ def _turn(
         messages.pop()
 
 
-def _answer(
-    llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, str]]
-) -> tuple[str, bool]:
+def _answer(llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, str]]) -> tuple[str, bool]:
     if isinstance(llm, Remote):
         return llm.show(messages, params)
     from foredraft.text import encode_chat
