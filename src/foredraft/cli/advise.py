@@ -102,9 +102,8 @@ def _traffic(bench: Bench, asks: Sequence[Ask]) -> Traffic:
 
 
 def _method(bench: Bench, draft: str) -> Method:
-    from foredraft import zoo
     from foredraft.measure.advise import LOOKUPS, Method
-    from foredraft.propose import load_draft, make_drafting
+    from foredraft.propose import draft_dir, load_draft, make_drafting
 
     target: Any = bench.target
     model = load_draft(draft, target=target, tokenizer=bench.llm.tokenizer)
@@ -115,7 +114,7 @@ def _method(bench: Bench, draft: str) -> Method:
 
     size = 0
     if draft not in LOOKUPS and model is not None:
-        size = sum(file.stat().st_size for file in zoo.resolve(draft).glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in draft_dir(draft, target).glob("*.safetensors"))
     return Method(draft, make, size)
 
 

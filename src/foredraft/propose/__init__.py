@@ -1,7 +1,7 @@
 """Drafting methods: one file each, one signature."""
 
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.factory import Drafting, LoadedDraft, load_draft, make_drafting
+from foredraft.propose.factory import Drafting, LoadedDraft, draft_dir, load_draft, make_drafting
 from foredraft.propose.ngram import NgramProposer
 from foredraft.propose.suffix import SuffixProposer
 
@@ -11,6 +11,7 @@ __all__ = [
     "LoadedDraft",
     "NgramProposer",
     "SuffixProposer",
+    "draft_dir",
     "load_draft",
     "make_drafting",
 ]

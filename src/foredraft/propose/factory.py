@@ -50,7 +50,7 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
     if draft is None or draft in ("none", *_LOOKUPS):
         return None
     dtype = str(target.dtype).removeprefix("torch.")
-    path = shipped(str(draft), target.name) if draft in zoo.SHIPPED_KINDS else Path(draft).expanduser()
+    path = draft_dir(draft, target)
     if is_head(path):
         return load_head(path, target_facts(Path(target.name)), target.dtype)
     if is_distilled(path):
@@ -58,7 +58,6 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
         return load_target(path, dtype=dtype, device=str(target.device))
     from transformers import AutoTokenizer
 
-    path = zoo.resolve(draft)
     check_same_vocabulary(AutoTokenizer.from_pretrained(path), tokenizer, str(draft))
     return load_target(path, dtype=dtype, device=str(target.device))
 
@@ -98,6 +97,14 @@ def make_drafting(
         costs = None if target is None else pass_costs(target, target.name)
         return Drafting(proposer, AcceptanceBudget(longest=longest, costs=costs))
     return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
+
+
+def draft_dir(draft: str | Path, target: HFCausal) -> Path:
+    """Return the directory of a head or model that a draft names; raises as load_draft does."""
+    if draft in zoo.SHIPPED_KINDS:
+        return shipped(str(draft), target.name)
+    path = Path(draft).expanduser()
+    return path if is_head(path) or is_distilled(path) else zoo.resolve(draft)
 
 
 def shipped(kind: str, target: str) -> Path:
