@@ -13,7 +13,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=24)
 
 @pytest.mark.parametrize("dtype", ["float32", "auto"])
 def test_drafted_answers_are_those_of_plain_decoding(dtype: str) -> None:
-    llm = LLM("smollm2-135m", draft="ngram", dtype=dtype, max_seqs=8, prefix_cache=False)
+    llm = LLM("smollm2-135m", draft="ngram", dtype=dtype, budget=5, max_seqs=8, prefix_cache=False)
     edits = [entry for entry in demo_prompts() if entry.category == "code edit"]
     pairs = run_demo(llm, edits, GREEDY, lambda pair: None)
     wrong = [pair.comparison.why for pair in pairs if pair.comparison.identical == "NO"]
