@@ -112,6 +112,27 @@ def test_no_head_changes_a_text(
         assert answers(target, proposer, params, budget) == wanted
 
 
+def test_a_tree_takes_no_more_slots_than_its_budget(
+    target: HFCausal, embedding: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node that the head goes on from lies in a slot, and there are as many as the budget says."""
+    fed: list[tuple[int, int]] = []
+    choose = EagleProposer._choose
+
+    def watched(self: EagleProposer, draft: Any, first: int) -> None:
+        choose(self, draft, first)
+        fed.append((len(draft.fed), draft.budget))
+
+    monkeypatch.setattr(EagleProposer, "_choose", watched)
+    monkeypatch.setattr("foredraft.propose.eagle._WORTH", 0.0)
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    for sureness in (0.3, 1.0, 3.0):
+        for budget in (2, 4, 6):
+            answers(target, eagle_proposer(eagle(), embedding * sureness), params, budget)
+    assert all(count <= budget for count, budget in fed)
+    assert any(count == budget for count, budget in fed)
+
+
 def test_eagle_drafts_as_it_is_trained(target: HFCausal, embedding: torch.Tensor) -> None:
     """The likeliest path of a draft is what the unrolled training pass finds likeliest, level by level."""
     head = eagle(2)
