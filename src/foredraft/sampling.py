@@ -33,6 +33,12 @@ def _counts_output(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0
 
 
+def widen(logits: Tensor, token_ids: Tensor, vocab_size: int) -> Tensor:
+    """Return logits [rows, vocab_size] of which only those of token_ids, [rows, tokens], are possible."""
+    full = logits.new_full((len(logits), vocab_size), -torch.inf)
+    return full.index_copy_(1, token_ids, logits)
+
+
 def forbid(logits: Tensor, allowed: Tensor) -> Tensor:
     """Return logits [rows, vocab] in float32 with what is not `allowed` (bool, the same shape) ruled out."""
     return logits.float().masked_fill(~allowed.to(logits.device), -torch.inf)

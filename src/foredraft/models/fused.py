@@ -85,7 +85,11 @@ class DecoderLayer:
 
     def __call__(self, x: Tensor, rows: int, index: int, rotary: Rotary, attend: Attend) -> Tensor:
         """x: [at least rows, width]; what is beyond `rows` is padding. Returns the next layer's x."""
-        qkv = self.qkv(self.before_attention(x)).view(len(x), -1, self.dim)[:rows]
+        return self.run(x, self.before_attention(x), rows, index, rotary, attend)
+
+    def run(self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Rotary, attend: Attend) -> Tensor:
+        """The same, with what queries, keys and values are made of given: [as x, their own width]."""
+        qkv = self.qkv(normed).view(len(x), -1, self.dim)[:rows]
         turned = self.queries + self.keys
         if self.query_norm is not None and self.key_norm is not None:
             query = rotary(self.query_norm(qkv[:, : self.queries]))

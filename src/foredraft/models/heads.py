@@ -53,6 +53,11 @@ class EagleConfig:
 class RMSNorm(nn.RMSNorm):
     """torch's norm with its weight taken to the precision of the input, as autocast leaves it to us."""
 
+    @property
+    def variance_epsilon(self) -> float | None:
+        """Its eps, as transformers' norms call it."""
+        return self.eps
+
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., width]. Returns the same shape."""
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -62,6 +67,7 @@ class _Attention(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
         width, dim = 2 * config.hidden_size, config.head_dim
+        self.head_dim = dim
         self.q_proj = nn.Linear(width, config.heads * dim, bias=False)
         self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=False)
         self.v_proj = nn.Linear(width, config.kv_heads * dim, bias=False)

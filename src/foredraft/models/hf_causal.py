@@ -13,6 +13,7 @@ from foredraft.engine.kv import BlockTable, KVCache, LayerShape
 from foredraft.engine.protocols import ForwardOut
 from foredraft.errors import ModelError
 from foredraft.models.attention import Attend, Head
+from foredraft.sampling import widen
 from foredraft.types import NO_DRAFT
 
 IMPLEMENTATION = "foredraft"  # our attention's name in transformers
@@ -105,8 +106,7 @@ class HFCausal:
         out = self._run(batch, Attend(batch, kv, self.device, self.dtype), hidden_layers)
         if self.token_ids is None:
             return out
-        logits = out.logits.new_full((len(out.logits), self.vocab_size), float("-inf"))
-        return ForwardOut(logits.index_copy_(1, self.token_ids, out.logits), out.hidden)
+        return ForwardOut(widen(out.logits, self.token_ids, self.vocab_size), out.hidden)
 
     def _run(self, batch: Batch, attend: Attend | _Probe, hidden_layers: tuple[int, ...]) -> ForwardOut:
         more = {"output_hidden_states": True} if hidden_layers else {}

@@ -19,6 +19,7 @@ from foredraft.engine.kv import BlockTable, KVCache
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
+from foredraft.propose.guess import at_nodes, drawn
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
@@ -127,7 +128,8 @@ class DraftModelProposer:
         """Add one level of `size` nodes below the frontier; logits: [frontier, vocab]."""
         frontier = draft.frontier
         draft.state.fed = len(draft.tokens)
-        logits = self._processed(draft, logits, frontier)
+        paths = [[draft.tokens[n] for n in path_to(draft.parents, node)] for node in frontier]
+        logits = at_nodes(draft.seq, logits, paths)
         if self.tree is not None:
             self._best(draft, logits, frontier, size)
         elif draft.seq.params.greedy:
@@ -135,18 +137,9 @@ class DraftModelProposer:
                 draft, int(sampling.argmax(sampling.add_bias(logits[0], draft.seq.params))), frontier[0]
             )
         else:
-            self._draw(draft, logits[0], frontier[0])
-
-    def _processed(self, draft: _Growing, logits: Tensor, frontier: Seq[int]) -> Tensor:
-        """Apply the request's grammar and penalties at every node with the node's own history."""
-        params, seq = draft.seq.params, draft.seq
-        if seq.grammar is None and not sampling.needs_history(params):
-            return logits
-        paths = [[draft.tokens[n] for n in path_to(draft.parents, node)] for node in frontier]
-        if seq.grammar is not None:
-            logits = sampling.forbid(logits, seq.grammar.allowed(paths))
-        outputs = [seq.output + path for path in paths]
-        return sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, frozenset())
+            law, token = drawn(draft.seq, logits[0], len(draft.tokens))
+            draft.laws.append(law)
+            self._add(draft, token, frontier[0])
 
     def _best(self, draft: _Growing, logits: Tensor, frontier: Seq[int], size: int) -> None:
         logs = torch.log_softmax(sampling.add_bias(logits, draft.seq.params), dim=-1)
@@ -157,14 +150,6 @@ class DraftModelProposer:
             if score > float("-inf"):  # else a grammar forbids it
                 parent = frontier[place // best.shape[1]]
                 self._add(draft, int(tokens.flatten()[place]), parent, score)
-
-    def _draw(self, draft: _Growing, logits: Tensor, parent: int) -> None:
-        params, noise = draft.seq.params, draft.seq.noise
-        law = sampling.to_laws(logits, params)
-        pos = len(draft.seq.tokens) + len(draft.tokens)
-        token = sampling.draw(law, noise if params.reproducible else noise.fork("draft"), pos)
-        draft.laws.append(law)
-        self._add(draft, token, parent)
 
     @staticmethod
     def _add(draft: _Growing, token: int, parent: int, score: float = 0.0) -> None:

@@ -18,6 +18,7 @@ from foredraft.engine.sequence import Sequence
 from foredraft.models.attention import Attend
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
+from foredraft.propose.guess import at_nodes, drawn, is_processed
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
@@ -54,12 +55,16 @@ class _Growing:
     frontier: int = 0  # fed nodes below this are continued already
     laws: list[Tensor] = field(default_factory=list)  # of a drawn chain only
 
-    def fed_draft(self, count: int) -> Draft:
-        """Return the first `count` fed nodes as a draft."""
-        tokens = [self.tokens[c] for c in self.fed[:count]]
-        return Draft(
-            torch.tensor(tokens, dtype=torch.int64), tuple(self.parents[c] for c in self.fed[:count])
-        )
+    def add(self, token: int, parent: int, score: float) -> None:
+        """Add a candidate."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        self.scores.append(score)
+
+    def fed_draft(self) -> Draft:
+        """Return the fed nodes as a draft."""
+        tokens = torch.tensor([self.tokens[c] for c in self.fed], dtype=torch.int64)
+        return Draft(tokens, tuple(self.parents[c] for c in self.fed))
 
     def draft(self) -> Draft:
         """Return the best candidates, as many as the budget allows: none without its parent, which is
@@ -128,7 +133,7 @@ class EagleProposer:
                 features.append(self._fast.fuse(state.waiting))
                 state.first, state.waiting = len(seq.tokens) - 1, state.waiting[:0]
             else:
-                nodes = draft.fed_draft(len(draft.fed))
+                nodes = draft.fed_draft()
                 feeds.append(Feed([], len(seq.tokens) - 1, seq.table, nodes, draft.frontier))
                 assert draft.features is not None
                 features.append(draft.features)
@@ -152,11 +157,12 @@ class EagleProposer:
         """
         params, draft.levels = draft.seq.params, draft.levels - 1
         nodes = list(range(draft.frontier - len(logits), draft.frontier)) if draft.fed else [-1]
-        if sampling.needs_history(params) or params.logit_bias:
-            logits = self._processed(draft, logits, nodes)
         if self.drawn and not params.greedy:
-            self._draw(draft, logits[0], nodes[0])
+            self._draw(draft, self._processed(draft, logits, nodes)[0], nodes[0])
             return
+        if is_processed(draft.seq) or params.logit_bias:
+            full = self._processed(draft, logits, nodes)
+            logits = sampling.add_bias(full, params)[..., self.target_ids]
         scaled = logits if params.greedy else logits / params.temperature
         best, ids = torch.log_softmax(scaled, -1).topk(min(_WIDTH, logits.shape[-1]), -1)
         tokens = self.target_ids[ids]
@@ -164,9 +170,8 @@ class EagleProposer:
         for node, row_scores, row_tokens in zip(nodes, best.tolist(), tokens.tolist(), strict=True):
             above = draft.scores[draft.fed[node]] if node >= 0 else 0.0
             for score, token in zip(row_scores, row_tokens, strict=True):
-                draft.tokens.append(token)
-                draft.parents.append(node)
-                draft.scores.append(above + score)
+                if score > float("-inf"):  # else a grammar forbids it
+                    draft.add(token, node, above + score)
         self._choose(draft, first)
 
     def _choose(self, draft: _Growing, first: int) -> None:
@@ -174,7 +179,7 @@ class EagleProposer:
         draft.
         """
         newest = sorted(range(first, len(draft.tokens)), key=lambda c: -draft.scores[c])[:_WIDTH]
-        least = sorted(draft.scores, reverse=True)[: draft.budget][-1]
+        least = min(sorted(draft.scores, reverse=True)[: draft.budget], default=0.0)
         room = draft.budget - len(draft.fed)  # a fed node takes a slot, and the budget's are there
         chosen = [c for c in newest if draft.scores[c] >= least][:room]
         if draft.levels <= 0 or sum(exp(draft.scores[c]) for c in chosen) < _WORTH:
@@ -189,33 +194,18 @@ class EagleProposer:
 
     def _draw(self, draft: _Growing, logits: Tensor, node: int) -> None:
         """Go on with a chain by one token drawn from the head's law."""
-        params, noise = draft.seq.params, draft.seq.noise
-        law = sampling.to_laws(self._everywhere(logits), params)
-        pos = len(draft.seq.tokens) + len(draft.tokens)
-        token = sampling.draw(law, noise if params.reproducible else noise.fork("draft"), pos)
+        law, token = drawn(draft.seq, logits, len(draft.tokens))
         draft.laws.append(law)
-        draft.tokens.append(token)
-        draft.parents.append(node)
-        draft.scores.append(0.0)
+        draft.add(token, node, 0.0)
         if draft.levels > 0:
             draft.fed.append(len(draft.tokens) - 1)
 
     def _processed(self, draft: _Growing, logits: Tensor, nodes: Seq[int]) -> Tensor:
-        """Apply penalties and bias at every node with the node's own history."""
-        params, seq = draft.seq.params, draft.seq
-        full = self._everywhere(logits)
-        if sampling.needs_history(params):
-            fed = draft.fed_draft(len(draft.fed))
-            paths = [[int(fed.tokens[n]) for n in path_to(fed.parents, node)] for node in nodes]
-            outputs = [seq.output + path for path in paths]
-            full = sampling.penalize(full, params, seq.tokens[: seq.prompt_len], outputs, frozenset())
-        return sampling.add_bias(full, params)[..., self.target_ids]
-
-    def _everywhere(self, logits: Tensor) -> Tensor:
-        """Return logits over the target's vocabulary, minus infinity where the head has no token."""
-        full = logits.new_full((*logits.shape[:-1], self.head.config.vocab_size), float("-inf"))
-        full[..., self.target_ids] = logits
-        return full
+        """Return logits [nodes, vocab] over the target's vocabulary, under the request's processors."""
+        parents = [draft.parents[c] for c in draft.fed]
+        paths = [[draft.tokens[draft.fed[n]] for n in path_to(parents, node)] for node in nodes]
+        full = sampling.widen(logits, self.target_ids, self.head.config.vocab_size)
+        return at_nodes(draft.seq, full, paths)
 
     @torch.inference_mode()
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:

@@ -38,8 +38,7 @@ class MedusaProposer:
     ) -> None:
         self.heads, self.lm_head, self.target_ids, self.tree = heads, lm_head, target_ids, tree
         self.needs = Needs(hidden_layers=(last_layer,))
-        self._hidden: dict[str, Tensor] = {}
-        self._at: dict[str, int] = {}  # the position of a request's hidden state
+        self._hidden: dict[str, tuple[int, Tensor]] = {}  # of a request: a position, and its hidden state
 
     @torch.inference_mode()
     def propose(self, seqs: Seq[Sequence], budgets: Seq[int]) -> list[Draft]:
@@ -48,10 +47,10 @@ class MedusaProposer:
         sizes = {
             seq: budget
             for seq, budget in zip(seqs, budgets, strict=True)
-            if min(budget, seq.levels_left) > 0 and self._at.get(seq.request_id) == len(seq.tokens) - 2
+            if min(budget, seq.levels_left) > 0 and self._at(seq) == len(seq.tokens) - 2
         }
         if sizes:
-            hidden = torch.stack([self._hidden[seq.request_id] for seq in sizes])
+            hidden = torch.stack([self._hidden[seq.request_id][1] for seq in sizes])
             logits = torch.nn.functional.linear(self.heads(hidden), self.lm_head).float()
             scale = torch.tensor([seq.params.temperature or 1.0 for seq in sizes])
             logs = torch.log_softmax(logits / scale[:, None, None].to(logits), -1)
@@ -66,13 +65,15 @@ class MedusaProposer:
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
         """Keep the hidden state from which the newest token came."""
         for seq, (last,) in zip(seqs, hidden, strict=True):
-            self._hidden[seq.request_id] = last[-1]
-            self._at[seq.request_id] = seq.kv_len - 1
+            self._hidden[seq.request_id] = (seq.kv_len - 1, last[-1])
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""
         self._hidden.pop(request_id, None)
-        self._at.pop(request_id, None)
+
+    def _at(self, seq: Sequence) -> int:
+        """The position of the state that is kept for a request, -1 if none is."""
+        return self._hidden[seq.request_id][0] if seq.request_id in self._hidden else -1
 
 
 def grow(scores: Seq[Seq[float]], size: int) -> list[Ranks]:

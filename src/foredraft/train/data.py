@@ -36,6 +36,14 @@ class Batch:
         answer, row = real.nonzero(as_tuple=True)
         return answer, row
 
+    def logits(self, answer: Tensor, row: Tensor, lm_head: Tensor) -> Tensor:
+        """Return the target's logits at some (answer, row), float32 [n, draft vocab].
+
+        lm_head: [draft vocab, hidden], rows of the target's; the last layer's states come last in `states`.
+        """
+        last = self.states[answer, row, -lm_head.shape[1] :].float()
+        return torch.nn.functional.linear(last, lm_head).float()
+
 
 def split(answers: Sequence[Answer], share: float) -> tuple[list[Answer], list[Answer]]:
     """Return what to train on and what to hold out, by the keys, so that it stays when answers are added."""

@@ -31,8 +31,7 @@ class DistilLoss:
         found = self.model.model(input_ids=batch.ids[:, :rows], attention_mask=mask.long(), use_cache=False)
         own = found.last_hidden_state[answer, row]
         with torch.no_grad():
-            last = batch.states[answer, row, -self.lm_head.shape[1] :].float()
-            law = torch.softmax((last @ self.lm_head.t()).float(), -1)
+            law = torch.softmax(batch.logits(answer, row, self.lm_head), -1)
         logits = (own @ self.lm_head.t()).float()
         loss = -(law * torch.log_softmax(logits, -1)).sum(-1).mean()
         return loss, (logits.argmax(-1) == law.argmax(-1)).float().mean().unsqueeze(0)

@@ -62,7 +62,9 @@ class EagleLoss(nn.Module):
         given that those before were, float32 [levels].
         """
         tree = Places.of(batch)
-        wanted, wanted_best = self._target(batch, tree)
+        with torch.no_grad():
+            wanted = torch.softmax(batch.logits(tree.answer, tree.row, self.vocabulary), -1)
+            best = wanted.argmax(-1)
         # Seeded by the batch, so that a run that goes on after a kill takes the same places.
         generator = torch.Generator().manual_seed(int(batch.ids.sum()))
         loss = torch.zeros(())
@@ -76,7 +78,7 @@ class EagleLoss(nn.Module):
             # The law after a place's token stands at its own row, and `level` rows further down.
             law = wanted[judged + level]
             loss = loss - DECAY**level * (law * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
-            hit = logits.argmax(-1) == wanted_best[judged + level]
+            hit = logits.argmax(-1) == best[judged + level]
             known = right[judged]
             shares.append((hit & known).sum() / known.sum().clamp(min=1))
             right = torch.zeros_like(right).index_put((judged,), hit & known)
@@ -108,15 +110,6 @@ class EagleLoss(nn.Module):
         weight = self.vocabulary if self.head.lm_head is None else self.head.lm_head.weight
         return nn.functional.linear(x, weight.to(x.dtype))
 
-    @torch.no_grad()
-    def _target(self, batch: Batch, tree: Places) -> tuple[Tensor, Tensor]:
-        """Return the target's laws over the draft's vocabulary, float32 [places, draft vocab], and the draft
-        ids of its likeliest tokens (-1 where the draft has no such token).
-        """
-        last = batch.states[tree.answer, tree.row, -self.vocabulary.shape[1] :]
-        logits = (last @ self.vocabulary.to(last.dtype).t()).float()
-        return torch.softmax(logits, -1), logits.argmax(-1)
-
     def _context(self, batch: Batch, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [answers, rows - 1, kv_heads, dim] of all that the target has read."""
         answers, rows, _ = fused.shape
@@ -138,9 +131,8 @@ def attend(
     dim, kv_heads, share = query.shape[-1], keys.shape[2], query.shape[1] // keys.shape[2]
     q = tree.padded((query * dim**-0.5).view(len(query), kv_heads, share, dim))
     q = q.permute(0, 2, 3, 1, 4)  # [answers, kv_heads, share, columns, dim]
-    scores = q @ keys.permute(0, 2, 3, 1).unsqueeze(2).to(
-        q.dtype
-    )  # [answers, kv_heads, share, columns, rows]
+    turned = keys.permute(0, 2, 3, 1).unsqueeze(2).to(q.dtype)  # [answers, kv_heads, 1, dim, rows]
+    scores = q @ turned  # [answers, kv_heads, share, columns, rows]
     first = torch.zeros(tree.shape, dtype=torch.int64).index_put((tree.answer, tree.column), tree.row)
     seen = torch.arange(1, keys.shape[1] + 1) <= first[..., None]  # [answers, columns, rows]
     scores = scores.masked_fill(~seen[:, None, None], -1e4)

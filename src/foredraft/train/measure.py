@@ -20,16 +20,15 @@ def draft_with(
     proposer: Proposer,
     answers: Sequence[Answer],
     budget: int,
-    params: SamplingParams = MEASURED,
 ) -> SpecStats:
     """Answer the prompts of `answers` anew, drafting `budget` nodes at every step."""
-    longest = max(len(answer.prompt_ids) for answer in answers) + params.max_tokens
+    longest = max(len(answer.prompt_ids) for answer in answers) + MEASURED.max_tokens
     config = EngineConfig(
         max_seqs=_SEQS, max_len=min(longest, target.max_len), kv_tokens=kv_tokens(answers), prefix_cache=False
     )
     engine = Engine(target, proposer, config=config, controller=FixedBudget(budget))
     for answer in answers:
-        engine.add(answer.prompt_ids, params)
+        engine.add(answer.prompt_ids, MEASURED)
     while engine.has_work:
         engine.step()
     return engine.stats

@@ -26,7 +26,7 @@ class MedusaLoss:
         left = batch.rows[answer] - 1 - row
         last = batch.states[answer, row, -self.lm_head.shape[1] :].float()
         with torch.no_grad():
-            laws = torch.softmax((last @ self.lm_head.t()).float(), -1)
+            laws = torch.softmax(batch.logits(answer, row, self.lm_head), -1)
         guesses = self.heads(last)
         loss, right = last.new_zeros(()), []
         for head in range(guesses.shape[1]):
@@ -43,10 +43,10 @@ def rank_hits(loss: MedusaLoss, batch: Batch, ranks: int) -> list[list[float]]:
     """Return how often the token of each rank of each head is the answer's own, [heads][ranks]."""
     answer, row = batch.places()
     last = batch.states[answer, row, -loss.lm_head.shape[1] :].float()
+    wanted = batch.logits(answer, row, loss.lm_head).argmax(-1, keepdim=True)
     guesses, hits = loss.heads(last), []
     for head in range(guesses.shape[1]):
         judged = (batch.rows[answer] - 1 - row > head).nonzero().flatten()
         best = (guesses[judged, head] @ loss.lm_head.t()).topk(min(ranks, len(loss.lm_head)), -1).indices
-        law = last[judged + head + 1] @ loss.lm_head.t()
-        hits.append((best == law.argmax(-1, keepdim=True)).float().mean(0).tolist())
+        hits.append((best == wanted[judged + head + 1]).float().mean(0).tolist())
     return hits

@@ -46,6 +46,11 @@ class Setting:
     held: Sequence[Answer]
     held_batch: Batch
 
+    def measure(self, path: Path) -> SpecStats:
+        """Draft with the head in a directory."""
+        proposer = load_head(path, self.facts, self.target.dtype).proposer(kv_tokens(self.held))
+        return draft_with(self.target, proposer, self.held, _MEASURED_BUDGET)
+
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:
     """Return the hidden states that an EAGLE head reads: low, middle, and the input of the last layer."""
@@ -70,20 +75,13 @@ def eagle(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) ->
     from_last_layer(head, model)
     embedding = model.get_input_embeddings().weight.detach()
     loss = EagleLoss(head, embedding, model.get_output_embeddings().weight.detach(), EAGLE_LEVELS)
-
-    def measure(path: Path) -> SpecStats:
-        draft = load_head(path, facts, setting.target.dtype)
-        return draft_with(
-            setting.target, draft.proposer(kv_tokens(setting.held)), setting.held, _MEASURED_BUDGET
-        )
-
     max_len = setting.target.max_len
-    return Trainee(head, loss, lambda path: save_eagle(path, head, facts, max_len=max_len), measure)
+    return Trainee(head, loss, lambda path: save_eagle(path, head, facts, max_len=max_len), setting.measure)
 
 
 def medusa(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
     """Medusa heads, and a tree calibrated on the answers held out."""
-    facts, target = setting.facts, setting.target
+    facts = setting.facts
     ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
     heads = MedusaHeads(facts.hidden_size, MEDUSA_HEADS, MEDUSA_LAYERS)
     rows = setting.model.get_output_embeddings().weight.detach()[ids]
@@ -93,11 +91,7 @@ def medusa(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -
         tree = calibrate(rank_hits(loss, setting.held_batch, RANKS), MEDUSA_NODES)
         save_medusa(path, heads, ids, tree, facts)
 
-    def measure(path: Path) -> SpecStats:
-        draft = load_head(path, facts, target.dtype)
-        return draft_with(target, draft.proposer(0), setting.held, _MEASURED_BUDGET)
-
-    return Trainee(heads, loss, save, measure)
+    return Trainee(heads, loss, save, setting.measure)
 
 
 def draft(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
