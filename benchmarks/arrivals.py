@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from equality import truncated_copy
+from given import Given
 
 from foredraft import SamplingParams, zoo
 from foredraft.engine import Engine, EngineConfig
@@ -17,14 +18,13 @@ from foredraft.llm import load_tokenizer
 from foredraft.models import HFCausal, load_target
 from foredraft.propose import make_drafting
 from foredraft.text import Detokenizer, TextStream, encode_chat
-from foredraft.types import StepOutput
 
 TREE = (2, 2)
 PREEMPTED = 0.05  # one, in so many of the steps
 
 
 @dataclass(eq=False)
-class Request:
+class Request(Given):
     """A prompt under one setting, and what it was given so far."""
 
     name: str
@@ -32,28 +32,7 @@ class Request:
     setting: str
     params: SamplingParams
     cancel_at: int | None = None  # tokens
-    outputs: list[StepOutput] = field(default_factory=list)
     preempted: int = 0
-
-    @property
-    def tokens(self) -> list[int]:
-        """All emitted ids."""
-        return [token for output in self.outputs for token in output.token_ids]
-
-    @property
-    def text(self) -> str:
-        """All that was shown."""
-        return "".join(output.text for output in self.outputs)
-
-    @property
-    def logprobs(self) -> list[float]:
-        """Of the emitted tokens."""
-        return [entry.logprob for output in self.outputs for entry in output.logprobs or ()]
-
-    @property
-    def end(self) -> str | None:
-        """The finish reason."""
-        return self.outputs[-1].finish_reason
 
 
 @dataclass(frozen=True)

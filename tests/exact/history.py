@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from given import Given
 from torch import Tensor
 
 from fakes import ContextTarget, RandomProposer
@@ -20,7 +21,7 @@ from foredraft.engine.sequence import Sequence
 from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import penalize, to_laws
 from foredraft.text import TextStream
-from foredraft.types import Draft, SamplingParams, StepOutput, Verdict
+from foredraft.types import Draft, SamplingParams, Verdict
 
 VOCAB, EOS = 5, 4
 TARGET = ContextTarget(VOCAB, eos_ids=[EOS])  # one for all, as it remembers its logits
@@ -98,28 +99,11 @@ def sink_of(params: SamplingParams) -> TextStream:
 
 
 @dataclass(eq=False)
-class Request:
+class Request(Given):
     """A request and all that it was given so far."""
 
     prompt: list[int]
     params: SamplingParams
-    outputs: list[StepOutput] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> list[int]:
-        return [token for output in self.outputs for token in output.token_ids]
-
-    @property
-    def text(self) -> str:
-        return "".join(output.text for output in self.outputs)
-
-    @property
-    def logprobs(self) -> list[float]:
-        return [entry.logprob for output in self.outputs for entry in output.logprobs or ()]
-
-    @property
-    def finish_reason(self) -> str | None:
-        return self.outputs[-1].finish_reason
 
 
 def alone(request: Request, room: int) -> Request:
@@ -141,9 +125,9 @@ def check_counts(request: Request) -> None:
     assert stats.accepted <= stats.levels <= stats.drafted
     if request.params.logprobs is not None:
         assert len(request.logprobs) == len(request.tokens)
-    if request.finish_reason == "cancelled":
+    if request.end == "cancelled":
         assert request.text == "".join(chr(ord("a") + token) for token in request.tokens)
-    SEEN["answers: " + str(request.finish_reason)] += 1
+    SEEN["answers: " + str(request.end)] += 1
     SEEN["accepted"] += stats.accepted
     SEEN["recovered"] += origins.count("r")
 
@@ -154,8 +138,8 @@ def check_equal(request: Request, room: int) -> None:
     end = len(request.tokens)
     assert request.tokens == wanted.tokens[:end]
     assert request.logprobs == pytest.approx(wanted.logprobs[:end], abs=1e-5)
-    if request.finish_reason != "cancelled":
-        assert (end, request.finish_reason) == (len(wanted.tokens), wanted.finish_reason)
+    if request.end != "cancelled":
+        assert (end, request.end) == (len(wanted.tokens), wanted.end)
         assert request.text == wanted.text
     SEEN["answers compared"] += 1
 
@@ -174,7 +158,7 @@ def check_possible(request: Request, room: int) -> None:
         ended = sink.push([token]) is not None or token in stops
     limit = min(room, len(request.prompt) + params.max_tokens)
     reason = "stop" if ended else "length" if len(text) == limit else "cancelled"
-    assert request.finish_reason == reason
+    assert request.end == reason
 
 
 def check_books(pool: BlockPool, tables: Iterable[BlockTable]) -> None:

@@ -9,8 +9,10 @@ from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
+import pytest
 import uvicorn
 
+from foredraft.cli import main
 from foredraft.measure.mock_server import MockTruth, mock_app
 
 
@@ -49,3 +51,10 @@ def patient(test: Callable[[], None]) -> Callable[[], None]:
         return test()
 
     return run_again
+
+
+def command(*args: str) -> int:
+    """Run the command line; return its exit code."""
+    with pytest.raises(SystemExit) as exit_:
+        main(args)
+    return int(exit_.value.code or 0)

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from faults import BODIES, subject
-from serving import mock
+from serving import command, mock
 
-from foredraft.cli import main
 from foredraft.measure.check import Certificate, Plan, run_check
 from foredraft.measure.greedy import compare, gap_noise
 from foredraft.measure.laws import detectable, looks, spent, tree_test
@@ -110,12 +109,6 @@ def test_a_difference_within_the_noise_is_a_tie() -> None:
     assert compare("x", base, Answered(tokens=(1, 2), tops=tops), noise=0.02).judged == "difference"
     moved = Answered(tokens=(1, 1), tops=({1: -0.69, 2: -0.715}, {1: -0.1, 2: -3.0}))
     assert gap_noise([[base], [moved]]) == pytest.approx(0.015)
-
-
-def command(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    return int(exit_.value.code or 0)
 
 
 def test_servers_are_checked_and_a_certificate_is_written(tmp_path: Path, capsys: Any) -> None:

@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serving import mock, patient, serving
+from serving import command, mock, patient, serving
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from foredraft.cli import main
 from foredraft.errors import ConfigError
 from foredraft.measure import run
 from foredraft.measure.acceptance import from_counters, from_response, parse_metrics
@@ -161,12 +160,6 @@ def test_a_load_that_a_server_does_not_admit_is_named() -> None:
     (line,) = run.refusals(record)
     assert "at load 6" in line
     assert "429" in line
-
-
-def command(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    return int(exit_.value.code or 0)
 
 
 def test_the_command_writes_records_that_report_reads(tmp_path: Path, capsys: Any) -> None:
