@@ -261,7 +261,8 @@ class Needs:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one engine step gave one request. `origins` says where each token came from, one letter a token:
-    a(ccepted), r(ecovered), b(onus). `stats` is the request's own running record.
+    a(ccepted), r(ecovered), b(onus). `stats` is the request's own running record. `parents` is the tree that
+    was drafted for the step, `path` its accepted nodes.
     """
 
     request_id: str
@@ -271,6 +272,8 @@ class StepOutput:
     text: str
     finish_reason: FinishReason | None
     stats: SpecStats
+    parents: tuple[int, ...] = ()
+    path: tuple[int, ...] = ()
 
 
 class TextSink(Protocol):

@@ -99,7 +99,7 @@ def serve(model: Path) -> Iterator[Callable[..., Any]]:
 
 @pytest.fixture(scope="session")
 def server(model: Path) -> Iterator[Running]:
-    with running(LLM(model, "ngram", max_seqs=4, kv_gb=0.05), max_queue=16) as started:
+    with running(LLM(model, "ngram", max_seqs=4, kv_gb=0.05, budget=5), max_queue=16) as started:
         yield started
 
 

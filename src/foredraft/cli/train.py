@@ -25,7 +25,7 @@ def train(
     model: Annotated[
         str, typer.Option(help="The target: zoo name, directory or Hugging Face id.")
     ] = "smollm2-135m",
-    epochs: Annotated[int, typer.Option(help="Most epochs; it ends when one does not help.")] = 2,
+    epochs: Annotated[int, typer.Option(help="Most epochs; it ends when two in a row do not help.")] = 2,
     limit: Annotated[int | None, typer.Option(help="Use so many prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer of the target's to learn from.")] = 128,
     longest: Annotated[int, typer.Option(help="Leave out prompts of more tokens.")] = 640,

@@ -1,112 +1,105 @@
-"""How often guesses are accepted: by depth, for a request and over all requests so far."""
+"""How often each node of a draft is accepted: for a request, and over all requests so far.
+
+Nodes count by rank, their place in the draft: proposers put the most promising first. So what was seen of a
+draft also tells of every shorter one, chain or tree alike.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from foredraft.types import SpecStats
-
 _FADE, _FADE_ALL = 0.9, 0.98  # of what a step taught, per later step that drafted
-_WORTH, _WORTH_DEPTH = 2.0, 4.0  # guesses that the rate known before is worth: to a request, to one depth
+_WORTH, _WORTH_ALL = 2.0, 8.0  # drafts that what was assumed before is worth: to a request, and over all
+_WORTH_RANK = 4.0  # drafts that its neighbours are worth to one rank
 _MOST = 0.99  # no guess is certain
 
 
 @dataclass(slots=True)
 class Counts:
-    """Decayed counts by depth: guesses that were judged (those before them were right) and those accepted."""
+    """Decayed counts by rank: drafts that had such a node, those of which it was accepted, and those of which
+    the node before it was.
+    """
 
     judged: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    before: list[float] = field(default_factory=list)
 
-    def learn(self, levels: int, accepted: int, fade: float) -> None:
-        """Take in one draft of `levels` levels, of which `accepted` were accepted."""
-        missing = levels - len(self.judged)
-        self.judged += [0.0] * missing
-        self.accepted += [0.0] * missing
-        for depth in range(len(self.judged)):
-            self.judged[depth] = fade * self.judged[depth] + (depth < levels and depth <= accepted)
-            self.accepted[depth] = fade * self.accepted[depth] + (depth < accepted)
+    def learn(self, nodes: int, path: Seq[int], fade: float) -> None:
+        """Take in one draft of so many nodes, of which those in `path` were accepted."""
+        missing = [0.0] * (nodes - len(self.judged))
+        for counts in (self.judged, self.accepted, self.before):
+            counts += missing
+        right = set(path)
+        for rank in range(len(self.judged)):
+            has = rank < nodes
+            self.judged[rank] = fade * self.judged[rank] + has
+            self.accepted[rank] = fade * self.accepted[rank] + (rank in right)
+            self.before[rank] = fade * self.before[rank] + (has and rank - 1 in right)
 
-    def rate(self, before: float, worth: float) -> float:
-        """The rate over all depths, given the one that was assumed before."""
-        return (sum(self.accepted) + worth * before) / (sum(self.judged) + worth)
+    def gains(self, assumed: Seq[float], worth: float) -> list[float]:
+        """Return the chance of each rank to be accepted, given the one assumed before anything was seen.
 
-    def rate_at(self, depth: int, before: float) -> float:
-        """The rate at one depth, given what the others make it."""
-        if depth >= len(self.judged):
-            return before
-        return (self.accepted[depth] + _WORTH_DEPTH * before) / (self.judged[depth] + _WORTH_DEPTH)
+        The first is corrected by what was seen of it. Each later one follows the one before it as assumed,
+        times a correction that all share, and then by what was seen of it alone.
+        """
+        steps = [after / before for before, after in pairwise(assumed)]
+        seen = min(len(self.judged) - 1, len(steps))
+        followed = sum(self.accepted[1 : seen + 1])
+        expected = sum(self.before[rank + 1] * steps[rank] for rank in range(seen))
+        correction = (followed + _WORTH) / (expected + _WORTH)
+        gains: list[float] = []
+        for rank, first in enumerate(assumed):
+            if rank == 0:
+                gain = self._mixed(0, first, worth)
+            else:
+                step = min(_MOST, steps[rank - 1] * correction)
+                gain = min(gains[-1], self._mixed(rank, gains[-1] * step, _WORTH_RANK))
+            gains.append(gain)
+        return gains
+
+    def _mixed(self, rank: int, assumed: float, worth: float) -> float:
+        if rank >= len(self.judged):
+            return assumed
+        return min(_MOST, (self.accepted[rank] + worth * assumed) / (self.judged[rank] + worth))
 
 
 @dataclass(slots=True)
 class Request:
-    """What is known of one request: its counts, how much of its record is in them, the steps since it last
-    drafted, and whether it is being probed.
+    """What is known of one request: its counts, the steps since it last drafted, and whether it is being
+    probed.
     """
 
     counts: Counts = field(default_factory=Counts)
-    drafted: int = 0
-    levels: int = 0
-    accepted: int = 0
     idle: int = 0
     probing: bool = False
 
-    def newest(self, stats: SpecStats) -> tuple[int, int, int]:
-        """Return nodes drafted, levels and accepted of the request's newest step."""
-        step = stats.drafted - self.drafted, stats.levels - self.levels, stats.accepted - self.accepted
-        self.drafted, self.levels, self.accepted = stats.drafted, stats.levels, stats.accepted
-        return step
-
 
 class Acceptance:
-    """Chances that guesses are accepted. `prior` is the rate assumed before anything was judged.
+    """Chances that guesses are accepted.
 
-    A request's rate starts from that of all requests before it; its rates by depth follow theirs in shape.
+    prior: the acceptance rate assumed before anything was judged. tree: whether drafts are trees, of which
+    later nodes lie beside earlier ones and lose less. A request starts from what all before it made of that.
     """
 
-    def __init__(self, prior: float) -> None:
-        self.prior = prior
+    def __init__(self, prior: float, longest: int, *, tree: bool = False) -> None:
         self.all = Counts()
+        self.prior = [prior / (rank + 1) if tree else prior ** (rank + 1) for rank in range(longest)]
         self.spread = 1.0  # a draft of n nodes is about n ** spread levels deep: 1 for a chain
 
-    def learn(self, request: Request, drafted: int, levels: int, accepted: int) -> None:
+    def learn(self, request: Request, nodes: int, levels: int, path: Seq[int]) -> None:
         """Take in a step of a request."""
-        request.counts.learn(levels, accepted, _FADE)
-        self.all.learn(levels, accepted, _FADE_ALL)
-        if drafted > 1:
-            self.spread += 0.1 * (math.log(levels) / math.log(drafted) - self.spread)
+        request.counts.learn(nodes, path, _FADE)
+        self.all.learn(nodes, path, _FADE_ALL)
+        if nodes > 1:
+            self.spread += 0.1 * (math.log(levels) / math.log(nodes) - self.spread)
 
     def levels_of(self, nodes: int) -> float:
         """How deep a draft of so many nodes is likely to be."""
         return math.pow(nodes, self.spread)
 
-    def gains(self, request: Request, longest: int) -> list[float]:
+    def gains(self, request: Request) -> list[float]:
         """Expected accepted tokens that the first, second, … node of a draft adds; they never grow."""
-        overall = self.all.rate(self.prior, _WORTH)
-        mine = request.counts.rate(overall, _WORTH)
-        depths = math.ceil(self.levels_of(longest))
-        reach, totals = 1.0, [0.0]
-        for depth in range(depths):
-            shape = self.all.rate_at(depth, overall) / overall if overall > 0 else 1.0
-            reach *= min(_MOST, request.counts.rate_at(depth, min(_MOST, mine * shape)))
-            totals.append(totals[-1] + reach)
-        if self.spread == 1.0:
-            return [b - a for a, b in pairwise(totals)][:longest]
-        return self._spread(totals, longest)
-
-    def _spread(self, totals: list[float], longest: int) -> list[float]:
-        """Share out what `levels_of` levels give among the nodes of a tree."""
-        gains: list[float] = []
-        before = 0.0
-        for nodes in range(1, longest + 1):
-            level = min(self.levels_of(nodes), len(totals) - 1)
-            whole = int(level)
-            after = totals[whole]
-            if whole + 1 < len(totals):
-                after += (level - whole) * (totals[whole + 1] - totals[whole])
-            gain = max(0.0, after - before)
-            gains.append(min(gain, gains[-1]) if gains else gain)
-            before = after
-        return gains
+        return request.counts.gains(self.all.gains(self.prior, _WORTH_ALL), _WORTH)

@@ -10,9 +10,10 @@ from foredraft.control.acceptance import Acceptance, Request
 from foredraft.control.cost import PassCosts
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
+from foredraft.tree import depths
 from foredraft.types import StepOutput
 
-_PRIOR = 0.6  # acceptance before anything is known
+PRIOR = 0.6  # acceptance before anything is known
 _WORTHWHILE = 1.01  # of plain decoding: what a draft must promise
 _PROBES = 0.007  # share of the time that may go into drafts that do not promise that
 _PROBE = 2  # nodes of such a draft
@@ -43,14 +44,15 @@ class AcceptanceBudget:
     pass (PassCosts), and a level what it adds to the draft, which is measured while running. Sequences that
     draft nothing are probed with a small draft now and then; probes take less than 1 % of the time.
 
-    longest: the most nodes a sequence may draft. prior: the acceptance rate to expect, for a draft of known
-    quality.
+    longest: the most nodes a sequence may draft. prior: how often the first guess is expected to be accepted,
+    for a draft of known quality. tree: whether drafts are trees.
     """
 
-    def __init__(self, *, longest: int, costs: PassCosts | None = None, prior: float = _PRIOR) -> None:
-        self.longest = longest
+    def __init__(
+        self, *, longest: int, costs: PassCosts | None = None, prior: float = PRIOR, tree: bool = False
+    ) -> None:
         self.costs = PassCosts.guess() if costs is None else costs
-        self.acceptance = Acceptance(prior)
+        self.acceptance = Acceptance(prior, longest, tree=tree)
         self._requests: dict[str, Request] = {}
         self._level_s: dict[int, float] = {}  # seconds of a draft level, by sequences.bit_length()
         self._other_s = 0.0
@@ -60,7 +62,7 @@ class AcceptanceBudget:
         """Return for each sequence how many nodes it may draft."""
         requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
         gains = [
-            self.acceptance.gains(request, min(self.longest, max(seq.levels_left, 0)))
+            self.acceptance.gains(request)[: max(seq.levels_left, 0)]
             for request, seq in zip(requests, seqs, strict=True)
         ]
         count, level_s = len(seqs), self._level(len(seqs))
@@ -78,13 +80,14 @@ class AcceptanceBudget:
         deepest, nodes, drafting, probing, steady = 0, 0, 0, 0, True
         for output in outputs:
             request = self._requests[output.request_id]
-            drafted, levels, accepted = request.newest(output.stats)
-            if levels:
-                self.acceptance.learn(request, drafted, levels, accepted)
+            drafted = len(output.parents)
+            if drafted:
+                levels = max(depths(output.parents))
+                self.acceptance.learn(request, drafted, levels, output.path)
                 deepest, nodes = max(deepest, levels), nodes + drafted
                 drafting, probing = drafting + 1, probing + request.probing
                 steady &= request.idle == 0 and output.stats.steps > 1  # else the draft also caught up
-            request.idle = 0 if levels else request.idle + 1
+            request.idle = 0 if drafted else request.idle + 1
         count = max(len(outputs), 1)
         if probing:
             extra_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)

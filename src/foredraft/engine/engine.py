@@ -189,10 +189,12 @@ class Engine:
         now = self._clock()
         times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
         self._account(plan, drafts, verdicts, emissions, times, now)
-        made = [
-            _output(seq, emission, emitted_logprobs(seq, verdict, emission, rows))
-            for seq, emission, verdict, rows in zip(seqs, emissions, verdicts, logits, strict=True)
-        ]
+        made = []
+        for seq, draft, emission, verdict, rows in zip(
+            seqs, drafts, emissions, verdicts, logits, strict=True
+        ):
+            logprobs = emitted_logprobs(seq, verdict, emission, rows)
+            made.append(_output(seq, emission, logprobs, draft.parents, verdict.path))
         self.drafter.learn(made, times)
         for seq, emission in zip(seqs, emissions, strict=True):
             if emission.finish_reason is not None:
@@ -316,7 +318,13 @@ def _feeds(plan: Seq[Planned], drafts: Seq[Draft]) -> list[Feed]:
     ]
 
 
-def _output(seq: Sequence, emission: Emission, logprobs: list[TokenLogprob] | None) -> StepOutput:
+def _output(
+    seq: Sequence,
+    emission: Emission,
+    logprobs: list[TokenLogprob] | None,
+    parents: tuple[int, ...] = (),
+    path: tuple[int, ...] = (),
+) -> StepOutput:
     final = emission.finish_reason is not None
     return StepOutput(
         request_id=seq.request_id,
@@ -326,4 +334,6 @@ def _output(seq: Sequence, emission: Emission, logprobs: list[TokenLogprob] | No
         text=seq.sink.take(final=final) if seq.sink is not None else "",
         finish_reason=emission.finish_reason,
         stats=seq.stats,
+        parents=parents,
+        path=path,
     )

@@ -67,13 +67,12 @@ class _Growing:
         return Draft(tokens, tuple(self.parents[c] for c in self.fed))
 
     def draft(self) -> Draft:
-        """Return the best candidates, as many as the budget allows: none without its parent, which is
-        likelier.
+        """Return the best candidates, best first, as many as the budget allows: none without its parent,
+        which is likelier.
         """
-        order = sorted(range(len(self.tokens)), key=lambda c: (-self.scores[c], c))[: self.budget]
-        if not order:
+        kept = sorted(range(len(self.tokens)), key=lambda c: (-self.scores[c], c))[: self.budget]
+        if not kept:
             return NO_DRAFT
-        kept = sorted(order)
         node_of = {candidate: node for node, candidate in enumerate(kept)}
         parents = [-1 if self.parents[c] < 0 else node_of[self.fed[self.parents[c]]] for c in kept]
         tokens = torch.tensor([self.tokens[c] for c in kept])

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from foredraft import zoo
-from foredraft.control import AcceptanceBudget, FixedBudget, pass_costs
+from foredraft.control import PRIOR, AcceptanceBudget, FixedBudget, pass_costs
 from foredraft.engine.protocols import Controller, Proposer
-from foredraft.errors import ConfigError
+from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models import HFCausal, load_target
 from foredraft.models.checkpoint import is_head, target_facts
 from foredraft.models.formats.files import read_json
@@ -93,10 +93,23 @@ def make_drafting(
         proposer, longest = _LOOKUPS[str(draft)](), _LONGEST["lookup"]
     else:
         return Drafting()
-    if budget == "auto" and tree is None:
-        costs = None if target is None else pass_costs(target, target.name)
-        return Drafting(proposer, AcceptanceBudget(longest=longest, costs=costs))
-    return Drafting(proposer, FixedBudget(longest if budget == "auto" else budget))
+    if budget != "auto":
+        return Drafting(proposer, FixedBudget(budget))
+    costs = None if target is None else pass_costs(target, target.name)
+    known = None if target is None or model is None else _first_accepted(draft_dir(str(draft), target))
+    is_tree = tree is not None or isinstance(model, EagleDraft | MedusaDraft)
+    prior = PRIOR if known is None else known
+    return Drafting(proposer, AcceptanceBudget(longest=longest, costs=costs, prior=prior, tree=is_tree))
+
+
+def _first_accepted(path: Path) -> float | None:
+    """Return how often the first guess of a trained draft was accepted when it was measured, if that was."""
+    try:
+        record = read_json(path / "provenance.json")
+        _, best = max(zip(record["held_out_mean_emitted"], record["held_out_accepted_at"], strict=True))
+        return float(best[0])
+    except (CheckpointError, KeyError, TypeError, ValueError, IndexError):
+        return None
 
 
 def draft_dir(draft: str | Path, target: HFCausal) -> Path:

@@ -21,6 +21,7 @@ from foredraft.types import SpecStats
 
 _SAVE_EVERY_S = 60.0
 _WARM_UP = 20  # steps
+_PATIENCE = 2  # epochs in a row that may fail to help: the measure is noisy, and the rate still falls
 _DECAYING = 0.5  # share of the steps, at the end, in which the learning rate falls to a twentieth
 
 
@@ -32,7 +33,9 @@ class Loss(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """epochs at most: it ends when one does not raise what drafting measures. tokens: of answers, a step."""
+    """epochs at most: it ends when two in a row do not raise what drafting measures. tokens: of answers, a
+    step.
+    """
 
     epochs: int
     learning_rate: float
@@ -89,7 +92,7 @@ def fit(
             f"epoch {done.epoch}: mean_emitted {stats.mean_emitted:.2f}, accept_rate {stats.accept_rate:.2f}"
         )
         _save(checkpoint, module, optimizer, plan, done)
-        if stats.mean_emitted <= best:
+        if max(done.mean_emitted[-_PATIENCE:]) <= max(done.mean_emitted[:-_PATIENCE], default=0.0):
             break
     return done
 
