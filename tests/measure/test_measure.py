@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +119,22 @@ def test_errors_are_counted_and_kept_out_of_the_figures() -> None:
     assert close(found.speedup.value, 1.0)
 
 
+def test_a_stalled_request_is_an_error_of_that_request(tmp_path: Path, capsys: Any) -> None:
+    truth = {"ttft_s": 0.01, "inter_token_s": 0.001}
+    with mock(**truth, stall_every=4) as url, closing(ServerArm("base", Client(url, timeout_s=1.0))) as arm:
+        arm.connect("/v1/chat/completions")
+        file = RecordFile(None, run.make_header([arm], [Load(concurrency=1)], asks(), 0))
+        run.measure([arm], asks(), [Load(concurrency=1)], file)
+        (line,) = run.refusals(file.record)
+    late = f"{url}/v1/chat/completions gave no whole answer within 1 s: raise --timeout"
+    assert f"base at load 1: 1 of 4 failed, as: {late}" in line
+    with mock(**truth, stall_every=1) as url:
+        for words in (["measure", "--out", str(tmp_path / "out.jsonl")], ["check"]):
+            assert command(*words, "--baseline", url, "--variant", f"x={url}", "--timeout", "0.2") == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert f"{url}/v1/chat/completions gave no whole answer within 0.2 s: raise --timeout" in line
+
+
 @pytest.mark.parametrize("factor", [0.5, 1.25, 2.0])
 def test_a_server_that_lies_about_usage_is_found(factor: float) -> None:
     with arms(base={"ttft_s": 0.01, "inter_token_s": 0.001, "usage_factor": factor}) as (arm,):
@@ -211,6 +227,7 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any, 
         (["--baseline", "URL", "--rate", "-1"], "--rate '-1' is no rate"),
         (["--baseline", "URL", "--requests", "/nowhere"], "/nowhere cannot be read"),
         (["--baseline", "URL", "--limit", "0"], "--limit 0 is too small"),
+        (["--baseline", "URL", "--timeout", "0"], "--timeout 0 is no limit"),
         (["--draft", "none,none"], "no list of different drafts"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -80,6 +81,7 @@ class Answering:
         str | None, _option(SERVERS, "Model to ask the servers for; the first they serve by default.")
     ] = None
     api_key: Annotated[str | None, _option(SERVERS, "Key of the servers.", envvar="OPENAI_API_KEY")] = None
+    timeout: Annotated[float, _option(SERVERS, "Seconds that a request may take, to its last token.")] = 600.0
 
     @property
     def servers(self) -> bool:
@@ -90,6 +92,8 @@ class Answering:
         """Return the servers by name, the baseline first; raises ConfigError."""
         from foredraft.measure.client import Client
 
+        if not 0 < self.timeout < math.inf:
+            raise ConfigError(f"--timeout {self.timeout:g} is no limit: use seconds, more than 0")
         pairs = [("baseline", self.baseline)] if self.baseline else []
         for text in self.variant:
             name, _, url = text.partition("=")
@@ -99,7 +103,10 @@ class Answering:
         names = [name for name, _ in pairs]
         if len(set(names)) < len(names):
             raise ConfigError(f"two arms have one name: {', '.join(names)}")
-        return [(name, Client(url, model=self.model_name, api_key=self.api_key)) for name, url in pairs]
+        return [
+            (name, Client(url, model=self.model_name, api_key=self.api_key, timeout_s=self.timeout))
+            for name, url in pairs
+        ]
 
     def load_llm(self) -> LLM:
         """Load the model, without a draft."""

@@ -122,17 +122,8 @@ def _status() -> Iterator[Callable[[str], None]]:
 def _subjects(answering: Answering, asks: Sequence[Ask]) -> Iterator[list[Subject]]:
     """Open who is compared, the baseline first."""
     if answering.servers:
-        import asyncio
-
-        from foredraft.measure.subjects import ServerSubject
-
-        clients = answering.clients()
-        with asyncio.Runner() as runner:
-            for _, client in clients:
-                runner.run(client.connect())
-            yield [ServerSubject(name, client, runner) for name, client in clients]
-            for _, client in clients:
-                runner.run(client.close())
+        with _servers(answering, asks[0]) as servers:
+            yield servers
         return
     from foredraft.measure.engine_arm import open_bench
     from foredraft.measure.subjects import EngineSubject
@@ -149,3 +140,27 @@ def _subjects(answering: Answering, asks: Sequence[Ask]) -> Iterator[list[Subjec
         EngineSubject(name, bench.engine(draft, budget), encode)  # type: ignore[arg-type]
         for name, draft, budget in answering.drafts()
     ]
+
+
+@contextmanager
+def _servers(answering: Answering, plain: Ask) -> Iterator[list[Subject]]:
+    """Connect to servers; raises ConfigError if one does not even answer a plain request."""
+    import asyncio
+
+    from foredraft.measure.run import plain_body
+    from foredraft.measure.subjects import ServerSubject
+
+    clients = answering.clients()
+    with asyncio.Runner() as runner:
+        try:
+            subjects: list[Subject] = []
+            for name, client in clients:
+                runner.run(client.connect())
+                subjects.append(ServerSubject(name, client, runner))
+                (answer,) = subjects[-1].ask([plain_body(plain, 8)], together=False)
+                if answer.refused:
+                    raise ConfigError(f"{client.url} does not answer a plain request: {answer.refused}")
+            yield subjects
+        finally:
+            for _, client in clients:
+                runner.run(client.close())

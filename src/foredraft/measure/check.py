@@ -14,7 +14,7 @@ from foredraft.measure.subjects import Answered, Subject
 _POWER = 0.9
 _SHORT = 6  # tokens of a sampled answer
 _BATCH = 256  # answers asked for at once
-_BAD = ("difference", "ignored", "failed")
+_DIFFERS = ("difference", "ignored")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,26 @@ class Certificate:
 
     @property
     def passed(self) -> bool:
-        """True if nothing differs: ties are not differences, and an honest refusal is not either."""
+        """True if nothing differs: ties are not differences, and an honest refusal is not either. What was
+        not answered shows nothing, so then it is not passed.
+        """
+        return not self.differs and not self._failed
+
+    @property
+    def differs(self) -> bool:
+        """True if something was seen to differ."""
         return (
-            not any(finding.judged == "difference" for finding in (*self.greedy, *self.float32))
-            and not (self.sampled is not None and (self.sampled.differs or self.sampled.refused))
-            and not any(finding.outcome in _BAD for finding in self.parameters)
+            any(finding.judged == "difference" for finding in (*self.greedy, *self.float32))
+            or (self.sampled is not None and self.sampled.differs)
+            or any(finding.outcome in _DIFFERS for finding in self.parameters)
+        )
+
+    @property
+    def _failed(self) -> bool:
+        return (
+            any(finding.judged == "failed" for finding in (*self.greedy, *self.float32))
+            or (self.sampled is not None and bool(self.sampled.refused))
+            or any(finding.outcome == "failed" for finding in self.parameters)
         )
 
     def record(self) -> dict[str, Any]:
@@ -78,8 +93,10 @@ class Certificate:
         """Return it as text, a line a finding."""
         kinds = [finding.judged for finding in self.greedy]
         counts = ", ".join(f"{kinds.count(k)} {k}" for k in ("same", "tie", "difference"))
+        counts += f", {kinds.count('failed')} FAILED" if "failed" in kinds else ""
+        said = "IT DIFFERS" if self.differs else "nothing differs" if self.passed else "NOT SHOWN, it failed"
         lines = [
-            f"{self.variant} against {self.baseline}: {'nothing differs' if self.passed else 'IT DIFFERS'}",
+            f"{self.variant} against {self.baseline}: {said}",
             f"greedy: {len(kinds)} comparisons, {counts}",
         ]
         lines += [_greedy_line(finding) for finding in self.greedy if finding.judged != "same"]

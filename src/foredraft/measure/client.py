@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ import httpx2
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.measure.acceptance import Counters, parse_metrics
 
-_CONNECT_S = 10.0
+_QUICK_S = 10.0  # for a connection, and for a page of counters
 _BODY_SHOWN = 200  # characters of a server's complaint
+_KEY = "give --api-key, or set OPENAI_API_KEY"
 
 
 class RequestFailed(ForedraftError):
@@ -116,15 +118,24 @@ def _name(entry: Mapping[str, Any]) -> str:
 
 
 class Client:
-    """Asks one server. `model` is the name it is asked for; connect() finds it if it is None."""
+    """Asks one server. `model` is the name it is asked for; connect() finds it if it is None. No request
+    takes longer than timeout_s seconds, from sending to its end.
+    """
 
-    def __init__(self, url: str, *, model: str | None = None, api_key: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str | None = None,
+        api_key: str | None = None,
+        timeout_s: float = 600.0,
+    ) -> None:
         self.url = url.rstrip("/").removesuffix("/v1")
         if not self.url.startswith(("http://", "https://")):
             raise ConfigError(f"{url!r} is no URL of a server: give one like http://localhost:8000")
-        self.model = model
+        self.model, self.timeout_s = model, timeout_s
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx2.Timeout(None, connect=_CONNECT_S)
+        timeout = httpx2.Timeout(None, connect=_QUICK_S)
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None)
         self._http = httpx2.AsyncClient(base_url=self.url, headers=headers, timeout=timeout, limits=limits)
 
@@ -133,16 +144,16 @@ class Client:
         model.
         """
         try:
-            response = await self._http.get("/v1/models")
+            async with asyncio.timeout(self.timeout_s):
+                response = await self._http.get("/v1/models")
+        except TimeoutError as error:
+            raise ConfigError(self._late("/v1/models")) from error
         except httpx2.HTTPError as error:
             raise ConfigError(
                 f"no server answers at {self.url}: {str(error) or type(error).__name__}"
             ) from error
         if response.status_code in (401, 403):
-            raise ConfigError(
-                f"{self.url} refuses this key (HTTP {response.status_code}): give --api-key, or set "
-                "OPENAI_API_KEY"
-            )
+            raise ConfigError(f"{self.url} refuses this key (HTTP {response.status_code}): {_KEY}")
         try:
             names = [str(entry["id"]) for entry in response.json()["data"]]
         except (ValueError, KeyError, TypeError) as error:
@@ -166,21 +177,30 @@ class Client:
         if stream:
             sent |= {"stream": True, "stream_options": {"include_usage": True}}
         try:
-            return await self._ask_once(endpoint, sent, stream)
-        except httpx2.RemoteProtocolError:  # a server may close an idle connection just as it is used again
-            try:
-                return await self._ask_once(endpoint, sent, stream)
-            except httpx2.HTTPError as error:
-                raise _broken(error) from error
+            async with asyncio.timeout(self.timeout_s):
+                try:
+                    return await self._ask_once(endpoint, sent, stream)
+                except httpx2.RemoteProtocolError:  # an idle connection closed just as it was used again
+                    return await self._ask_once(endpoint, sent, stream)
+        except TimeoutError as error:
+            raise RequestFailed(self._late(endpoint)) from error
         except httpx2.HTTPError as error:
-            raise _broken(error) from error
+            raise RequestFailed(f"the connection broke: {str(error) or type(error).__name__}") from error
+
+    def _late(self, endpoint: str) -> str:
+        return (
+            f"{self.url}{endpoint} gave no whole answer within {self.timeout_s:g} s: raise --timeout, or see "
+            "what holds the server up"
+        )
 
     async def _ask_once(self, endpoint: str, sent: Mapping[str, Any], stream: bool) -> Reply:
         reply = Reply(sent_s=time.perf_counter())
         async with self._http.stream("POST", endpoint, json=sent) as response:
             if response.status_code != 200:
                 text = (await response.aread()).decode(errors="replace")
-                raise RequestFailed(f"HTTP {response.status_code}: {_complaint(text)}", response.status_code)
+                said = f"HTTP {response.status_code}: {_complaint(text)}"
+                said += f"; {_KEY}" if response.status_code in (401, 403) else ""
+                raise RequestFailed(said, response.status_code)
             if stream:
                 await self._read_events(response, reply)
             else:
@@ -207,8 +227,9 @@ class Client:
         """Return what the server counts of speculation; empty if it does not tell."""
         for route in ("/metrics", "/prometheus/metrics"):
             try:
-                response = await self._http.get(route)
-            except httpx2.HTTPError:
+                async with asyncio.timeout(min(self.timeout_s, _QUICK_S)):
+                    response = await self._http.get(route)
+            except (TimeoutError, httpx2.HTTPError):
                 return {}
             found = parse_metrics(response.text) if response.status_code == 200 else {}
             if found:
@@ -218,10 +239,6 @@ class Client:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
-
-
-def _broken(error: httpx2.HTTPError) -> RequestFailed:
-    return RequestFailed(f"the connection broke: {str(error) or type(error).__name__}")
 
 
 def _parsed(data: str | bytes) -> dict[str, Any]:

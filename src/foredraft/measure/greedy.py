@@ -1,4 +1,4 @@
-"""Greedy answers token by token: equal, a tie, or a difference."""
+"""Greedy answers token by token: equal, a tie, a difference, or no answer at all."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from foredraft.measure.subjects import Answered, Subject
 
-Judged = Literal["same", "tie", "difference"]
+Judged = Literal["same", "tie", "difference", "failed"]
 _TOP = 5
 _NOISE_FLOOR = 1e-5  # nats: float32 rounding of a log-probability itself
 
@@ -86,8 +86,9 @@ def check_greedy(
     for how, together in (("", False), (" (batched)", True)):
         for (where, _), base, other in zip(bodies, alone, variant.ask(asked, together=together), strict=True):
             if base.refused or other.refused:
-                why = f"refused: {other.refused or base.refused}"
-                findings.append(GreedyFinding(where + how, "difference", variant=why))
+                findings.append(
+                    GreedyFinding(where + how, "failed", variant=other.refused or base.refused or "")
+                )
                 continue
             findings.append(compare(where + how, base, other, noise))
     return findings

@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+_STALL_S = 0.05  # how often a request that is never answered is looked at
 _WORDS = ("alpha", "bravo", "delta", "gamma", "kappa", "omega", "sigma", "theta")  # of one length
 
 
@@ -24,9 +25,9 @@ class MockTruth:
 
     The first chunk of `chunk` tokens comes after ttft_s, the next ones every chunk * inter_token_s. Of the
     `levels` guessed per step a share of accept_rate is accepted (0 levels: it does not draft). The first
-    `slow_first` requests take three times as long; every `error_every`-th fails (0: none); usage is
-    multiplied by `usage_factor`; above `most` requests at once it answers 429 (0: no limit). `salt` changes
-    the answers, as another model would.
+    `slow_first` requests take three times as long; every `error_every`-th fails and every `stall_every`-th is
+    never answered (0: none); usage is multiplied by `usage_factor`; above `most` requests at once it answers
+    429 (0: no limit). `salt` changes the answers, as another model would.
     """
 
     model: str = "mock"
@@ -37,6 +38,7 @@ class MockTruth:
     accept_rate: float = 0.6
     slow_first: int = 0
     error_every: int = 0
+    stall_every: int = 0
     usage_factor: float = 1.0
     most: int = 0
     api_key: str = ""
@@ -112,6 +114,10 @@ class _Mock:
             return _error(404, f"model {body.get('model')!r} does not exist")
         if self.truth.error_every and self.state.served % self.truth.error_every == 0:
             return _error(500, "a fault that was asked for")
+        if self.truth.stall_every and self.state.served % self.truth.stall_every == 0:
+            while not await request.is_disconnected():
+                await asyncio.sleep(_STALL_S)
+            return Response()
         if self.truth.most and self.state.running >= self.truth.most:
             return _error(429, f"more than {self.truth.most} requests at once")
         plan = self._plan(body)
