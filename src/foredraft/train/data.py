@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -27,11 +27,27 @@ class Batch:
     rows: Tensor
     prompts: Tensor
 
+    def to(self, device: torch.device) -> Batch:
+        """Return this batch on a device."""
+        parts = (self.ids, self.states, self.rows, self.prompts)
+        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+
+    def part(self, answer: int) -> Batch:
+        """Return one of its answers, a batch of its own."""
+        rows = int(self.rows[answer])
+        chosen = slice(answer, answer + 1)
+        states = self.states[chosen, :rows]
+        return Batch(self.ids[chosen, : rows + 1], states, self.rows[chosen], self.prompts[chosen])
+
+    def with_states(self, states: Tensor) -> Batch:
+        """Return it with other states, [answers, tokens, width]."""
+        return replace(self, states=states)
+
     def places(self) -> tuple[Tensor, Tensor]:
         """Return the (answer, row) of all real rows from the last of the prompt on, but not the first of
         all, int64 [n] each.
         """
-        place = torch.arange(self.states.shape[1])
+        place = torch.arange(self.states.shape[1], device=self.rows.device)
         real = (place >= (self.prompts[:, None] - 1).clamp(min=1)) & (place < self.rows[:, None])
         answer, row = real.nonzero(as_tuple=True)
         return answer, row
@@ -43,6 +59,11 @@ class Batch:
         """
         last = self.states[answer, row, -lm_head.shape[1] :].float()
         return torch.nn.functional.linear(last, lm_head).float()
+
+
+def mean(values: Tensor) -> Tensor:
+    """Return the mean of values [n], 0 if there is none: short answers leave the last guesses unjudged."""
+    return values.sum() / max(len(values), 1)
 
 
 def split(answers: Sequence[Answer], share: float) -> tuple[list[Answer], list[Answer]]:

@@ -9,32 +9,39 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.train.data import Batch
 
 
-class DistilLoss:
+class DistilLoss(nn.Module):
     """Forward KL from the target's laws to the model's, at all places of the answers.
 
     lm_head: [draft vocab, hidden], rows of the target's.
     """
 
     def __init__(self, model: Any, lm_head: Tensor) -> None:
+        super().__init__()
         self.model, self.lm_head = model, lm_head
 
-    def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and the share of places where the likeliest token is the target's, [1]."""
         answer, row = batch.places()
-        rows = batch.states.shape[1]
-        mask = torch.arange(rows) < batch.rows[:, None]
-        found = self.model.model(input_ids=batch.ids[:, :rows], attention_mask=mask.long(), use_cache=False)
-        own = found.last_hidden_state[answer, row]
+        own = last_states(self.model, batch)[answer, row]
         with torch.no_grad():
             law = torch.softmax(batch.logits(answer, row, self.lm_head), -1)
         logits = (own @ self.lm_head.t()).float()
         loss = -(law * torch.log_softmax(logits, -1)).sum(-1).mean()
         return loss, (logits.argmax(-1) == law.argmax(-1)).float().mean().unsqueeze(0)
+
+
+def last_states(model: Any, batch: Batch) -> Tensor:
+    """Run a transformers model over a batch; return what it projects to logits, [answers, tokens, hidden]."""
+    rows = batch.states.shape[1]
+    mask = torch.arange(rows, device=batch.rows.device) < batch.rows[:, None]
+    out = model.base_model(input_ids=batch.ids[:, :rows], attention_mask=mask.long(), use_cache=False)
+    found: Tensor = out.last_hidden_state
+    return found
 
 
 def chosen_layers(num_layers: int, count: int) -> tuple[int, ...]:

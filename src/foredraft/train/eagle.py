@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.models.heads import EagleLayer
-from foredraft.train.data import Batch
+from foredraft.train.data import Batch, mean
 
 DECAY = 0.8  # of a level's weight in the loss, per level
 _FIRST = 2  # levels of the first epoch: while these are bad, later ones teach nothing
@@ -67,17 +67,18 @@ class EagleLoss(nn.Module):
             best = wanted.argmax(-1)
         # Seeded by the batch, so that a run that goes on after a kill takes the same places.
         generator = torch.Generator().manual_seed(int(batch.ids.sum()))
-        loss = torch.zeros(())
-        right = torch.ones(len(tree.row), dtype=torch.bool)
+        loss = wanted.new_zeros(())
+        right = torch.ones_like(best, dtype=torch.bool)
         shares = []
         for level, features in enumerate(self.unroll(batch, tree, self.levels if epoch else _FIRST)):
             judged = (tree.left >= level).nonzero().flatten()
             if level:
-                judged = judged[torch.rand(len(judged), generator=generator) < _PROJECTED]
+                taken = torch.rand(len(judged), generator=generator) < _PROJECTED
+                judged = judged[taken.to(judged.device)]
             logits = self.project(features[judged])
             # The law after a place's token stands at its own row, and `level` rows further down.
             law = wanted[judged + level]
-            loss = loss - DECAY**level * (law * torch.log_softmax(logits.float(), -1)).sum(-1).mean()
+            loss = loss - DECAY**level * mean((law * torch.log_softmax(logits.float(), -1)).sum(-1))
             hit = logits.argmax(-1) == best[judged + level]
             known = right[judged]
             shares.append((hit & known).sum() / known.sum().clamp(min=1))
@@ -113,7 +114,7 @@ class EagleLoss(nn.Module):
     def _context(self, batch: Batch, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [answers, rows - 1, kv_heads, dim] of all that the target has read."""
         answers, rows, _ = fused.shape
-        positions = torch.arange(1, rows + 1).repeat(answers)
+        positions = torch.arange(1, rows + 1, device=fused.device).repeat(answers)
         embeds = self.embedding[batch.ids[:, 1 : rows + 1]].to(fused.dtype)
         _, key, value = self.head.qkv(embeds.flatten(0, 1), fused.flatten(0, 1), self.head.cos_sin(positions))
         shape = (answers, rows, self.head.config.kv_heads, self.head.config.head_dim)
@@ -133,8 +134,8 @@ def attend(
     q = q.permute(0, 2, 3, 1, 4)  # [answers, kv_heads, share, columns, dim]
     turned = keys.permute(0, 2, 3, 1).unsqueeze(2).to(q.dtype)  # [answers, kv_heads, 1, dim, rows]
     scores = q @ turned  # [answers, kv_heads, share, columns, rows]
-    first = torch.zeros(tree.shape, dtype=torch.int64).index_put((tree.answer, tree.column), tree.row)
-    seen = torch.arange(1, keys.shape[1] + 1) <= first[..., None]  # [answers, columns, rows]
+    first = tree.padded(tree.row)
+    seen = torch.arange(1, keys.shape[1] + 1, device=q.device) <= first[..., None]  # [answers, columns, rows]
     scores = scores.masked_fill(~seen[:, None, None], -1e4)
     beside = [[tree.padded(part).permute(0, 2, 1, 3).unsqueeze(2) for part in pair] for pair in extra]
     own = [(q * key).sum(-1, keepdim=True) for key, _ in beside]  # [answers, kv_heads, share, columns, 1]

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.models.heads import MedusaHeads
-from foredraft.train.data import Batch
+from foredraft.train.data import Batch, mean
 
 DECAY = 0.8  # of a head's weight in the loss, per head
 
 
-class MedusaLoss:
+class MedusaLoss(nn.Module):
     """Cross-entropy of head i from each place against the target's law i + 1 places on.
 
     lm_head: [draft vocab, hidden], rows of the target's.
     """
 
     def __init__(self, heads: MedusaHeads, lm_head: Tensor) -> None:
+        super().__init__()
         self.heads, self.lm_head = heads, lm_head
 
-    def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and of each head the share of places where its likeliest token is the target's."""
         answer, row = batch.places()
         left = batch.rows[answer] - 1 - row
@@ -33,8 +34,8 @@ class MedusaLoss:
             judged = (left > head).nonzero().flatten()
             logits = (guesses[judged, head] @ self.lm_head.t()).float()
             law = laws[judged + head + 1]
-            loss = loss - DECAY**head * (law * torch.log_softmax(logits, -1)).sum(-1).mean()
-            right.append((logits.argmax(-1) == law.argmax(-1)).float().mean())
+            loss = loss - DECAY**head * mean((law * torch.log_softmax(logits, -1)).sum(-1))
+            right.append(mean((logits.argmax(-1) == law.argmax(-1)).float()))
         return loss, torch.stack(right)
 
 
