@@ -8,27 +8,23 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from rich.progress import Progress, TaskID
+from accelerate.utils import broadcast_object_list
+from rich.progress import Progress
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch, batches, stack
+from foredraft.train.processes import processes
 from foredraft.types import SpecStats
 
 _SAVE_EVERY_S = 60.0
 _WARM_UP = 20  # steps
 _PATIENCE = 2  # epochs in a row that may fail to help: the measure is noisy, and the rate still falls
 _DECAYING = 0.5  # share of the steps, at the end, in which the learning rate falls to a twentieth
-
-
-class Loss(Protocol):
-    """What is trained: the loss of a batch, and the share of right guesses of each level."""
-
-    def __call__(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,79 +52,137 @@ class Progressed:
 
 
 @dataclass(frozen=True)
+class Group:
+    """Parameters that learn at a share of the learning rate, from an epoch on."""
+
+    parameters: Sequence[nn.Parameter]
+    share: float = 1.0
+    begins: int = 0
+
+
+@dataclass(frozen=True)
 class Trainee:
-    """A module in training. save writes a draft that LLM can take; measure drafts with it on held-out
-    prompts.
+    """A module in training.
+
+    loss: of a batch and an epoch, a loss and the share of right guesses of each level. save writes a draft
+    that LLM can take; measure drafts with it on held-out prompts; describe says what else is to be known of
+    it, as JSON values. groups: what of the module learns, all of it at one rate unless told.
     """
 
     module: nn.Module
-    loss: Loss
+    loss: nn.Module
     save: Callable[[Path], None]
     measure: Callable[[Path], SpecStats]
+    groups: tuple[Group, ...] = ()
+    describe: Callable[[Path], dict[str, Any]] = lambda _: {}
 
 
 def fit(
     trainee: Trainee, answers: Sequence[Answer], states: Tensor, plan: Plan, out: Path, progress: Progress
 ) -> Progressed:
-    """Train and leave the best draft in `out`; a run that was killed goes on from its last checkpoint."""
-    module = trainee.module
-    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
-    checkpoint = out / "training.pt"
-    done = _load(checkpoint, module, optimizer, plan)
-    task = progress.add_task("training", total=None)
-    while done.epoch < plan.epochs:
-        some = batches(answers, plan.tokens, plan.seed + done.epoch)
-        _epoch(trainee, optimizer, parameters, some, states, plan, done, checkpoint, (progress, task))
-        trainee.save(out / "last")
-        stats = trainee.measure(out / "last")
-        best = max(done.mean_emitted, default=0.0)
-        done.mean_emitted.append(stats.mean_emitted)
-        done.accepted_at.append([count / max(stats.steps, 1) for count in stats.accepted_at])
-        done.epoch, done.step = done.epoch + 1, 0
-        if stats.mean_emitted > best:
-            trainee.save(out / "best")
-        progress.console.print(
-            f"epoch {done.epoch}: mean_emitted {stats.mean_emitted:.2f}, accept_rate {stats.accept_rate:.2f}"
-        )
-        _save(checkpoint, module, optimizer, plan, done)
-        if max(done.mean_emitted[-_PATIENCE:]) <= max(done.mean_emitted[:-_PATIENCE], default=0.0):
-            break
+    """Train and leave the best draft in `out`; a run that was killed goes on from its last checkpoint.
+
+    Of several processes each takes its own batches, and the first one saves and measures.
+    """
+    run = _Run(trainee, plan, out, progress)
+    done = run.done
+    while done.epoch < plan.epochs and not _stalled(done.mean_emitted):
+        run.epoch(batches(answers, plan.tokens, plan.seed + done.epoch), states)
+        run.measure()
     return done
 
 
-def _epoch(
-    trainee: Trainee,
-    optimizer: torch.optim.Optimizer,
-    parameters: list[nn.Parameter],
-    some: Sequence[Sequence[Answer]],
-    states: Tensor,
-    plan: Plan,
-    done: Progressed,
-    checkpoint: Path,
-    bar: tuple[Progress, TaskID],
-) -> None:
-    total, saved_s, start_s = len(some) * plan.epochs, time.monotonic(), time.monotonic() - done.seconds
-    device = parameters[0].device.type
-    for step in range(done.step, len(some)):
-        number = len(some) * done.epoch + step
-        for group in optimizer.param_groups:
-            group["lr"] = plan.learning_rate * schedule(number, total)
-        with torch.autocast(device, torch.bfloat16):
-            loss, right = trainee.loss(stack(some[step], states), done.epoch)
-        torch.autograd.backward(loss)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        done.step, done.seconds = step + 1, time.monotonic() - start_s
-        done.losses.append(round(loss.item(), 4))
-        shown = " ".join(f"{share:.2f}" for share in right.tolist())
-        bar[0].update(
-            bar[1], total=total, completed=number + 1, description=f"loss {loss:.2f}, right {shown}"
+class _Run:
+    """A run of fit: what learns, where it is saved, and how far it has come."""
+
+    def __init__(self, trainee: Trainee, plan: Plan, out: Path, progress: Progress) -> None:
+        self.trainee, self.plan, self.out, self.progress = trainee, plan, out, progress
+        learning = [parameter for parameter in trainee.module.parameters() if parameter.requires_grad]
+        self.groups = trainee.groups or (Group(learning),)
+        self.processes = processes(some_idle=any(group.begins for group in self.groups))
+        self.loss = self.processes.prepare(trainee.loss)
+        self.parameters = [parameter for group in self.groups for parameter in group.parameters]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": group.parameters} for group in self.groups],
+            lr=plan.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.0,
         )
-        if time.monotonic() - saved_s > _SAVE_EVERY_S:
-            saved_s = time.monotonic()
-            _save(checkpoint, trainee.module, optimizer, plan, done)
+        self.checkpoint = out / "training.pt"
+        self.done = _load(self.checkpoint, trainee.module, self.optimizer, plan)
+        self.bar = progress.add_task("training", total=None)
+
+    def epoch(self, some: Sequence[Sequence[Answer]], states: Tensor) -> None:
+        """Go on through the batches of an epoch; done.step counts those of all processes."""
+        done, each = self.done, self.processes.num_processes
+        total = len(some) * self.plan.epochs
+        start_s = time.monotonic() - done.seconds
+        saved_s, save_s = time.monotonic(), 0.0
+        for first in range(done.step, len(some), each):
+            self._set_rates(len(some), first)
+            own = some[(first + self.processes.process_index) % len(some)]
+            right = self._step(stack(own, states).to(self.processes.device))
+            done.step, done.seconds = first + each, time.monotonic() - start_s
+            shown = " ".join(f"{share:.2f}" for share in right.tolist())
+            said = f"loss {done.losses[-1]:.2f}, right {shown}"
+            completed = len(some) * done.epoch + first + 1
+            self.progress.update(self.bar, total=total, completed=completed, description=said)
+            # A large checkpoint is written less often, so that it takes no more than a tenth of the time.
+            if time.monotonic() - saved_s > max(_SAVE_EVERY_S, 10 * save_s):
+                begun_s = time.monotonic()
+                self.save()
+                saved_s = time.monotonic()
+                save_s = saved_s - begun_s
+
+    def measure(self) -> None:
+        """End an epoch: draft with what it made, keep that if it is the best so far, and save."""
+        done, last, stats = self.done, self.out / "last", [SpecStats()]
+        if self.processes.is_main_process:
+            self.trainee.save(last)
+            stats = [self.trainee.measure(last)]
+            if stats[0].mean_emitted > max(done.mean_emitted, default=0.0):
+                self.trainee.save(self.out / "best")
+        (found,) = broadcast_object_list(stats)
+        done.mean_emitted.append(found.mean_emitted)
+        done.accepted_at.append([count / max(found.steps, 1) for count in found.accepted_at])
+        done.epoch, done.step = done.epoch + 1, 0
+        self.save()
+        if self.processes.is_main_process:
+            self.progress.console.print(
+                f"epoch {done.epoch}: mean_emitted {found.mean_emitted:.2f}, "
+                f"accept_rate {found.accept_rate:.2f}"
+            )
+
+    def save(self) -> None:
+        """Save how far this run has come, in the first process."""
+        if self.processes.is_main_process:
+            _save(self.checkpoint, self.trainee.module, self.optimizer, self.plan, self.done)
+
+    def _step(self, batch: Batch) -> Tensor:
+        """Learn from a batch; return the share of right guesses of each level."""
+        with torch.autocast(self.processes.device.type, torch.bfloat16):
+            loss, right = self.loss(batch, self.done.epoch)
+        torch.autograd.backward(loss)
+        nn.utils.clip_grad_norm_(self.parameters, 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        shared: Tensor = self.processes.reduce(loss.detach(), "mean")
+        self.done.losses.append(round(shared.item(), 4))
+        return right  # type: ignore[no-any-return]
+
+    def _set_rates(self, batch_count: int, first: int) -> None:
+        """Set the learning rates for the batches from `first` on; a group's schedule begins when it does."""
+        each = self.processes.num_processes
+        for group, settings in zip(self.groups, self.optimizer.param_groups, strict=True):
+            number = batch_count * (self.done.epoch - group.begins) + first
+            total = batch_count * (self.plan.epochs - group.begins)
+            rate = schedule(number // each, total // each) if number >= 0 else 0.0
+            settings["lr"] = self.plan.learning_rate * group.share * rate
+
+
+def _stalled(rates: Sequence[float]) -> bool:
+    """True if the last epochs have not raised what drafting gives."""
+    return len(rates) > _PATIENCE and max(rates[-_PATIENCE:]) <= max(rates[:-_PATIENCE])
 
 
 def schedule(step: int, total: int) -> float:
@@ -156,7 +210,7 @@ def _load(path: Path, module: nn.Module, optimizer: torch.optim.Optimizer, plan:
     if not path.exists():
         return Progressed()
     try:
-        values: dict[str, Any] = torch.load(path, weights_only=True)
+        values: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
         module.load_state_dict(values["module"])
         optimizer.load_state_dict(values["optimizer"])
         begun, done = json.loads(values["plan"]), Progressed(**json.loads(values["done"]))
