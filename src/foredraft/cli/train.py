@@ -13,7 +13,11 @@ from foredraft.errors import ConfigError
 
 def train(
     kind: Annotated[
-        str, typer.Argument(help="eagle, medusa or draft (a small model distilled from the target).")
+        str,
+        typer.Argument(
+            help="eagle, medusa, draft (a small model distilled from the target) or medusa2 (medusa, and a "
+            "new target: its answers differ)."
+        ),
     ],
     prompts: Annotated[
         list[Path],
@@ -41,19 +45,22 @@ def train(
 
     The target answers the prompts itself, its hidden states are kept, and the draft learns from them. After
     each epoch prompts that were held out are answered with the draft, and the best one stays in --out, with
-    provenance.json beside it. Use it as --draft OUT.
+    provenance.json beside it. Use it as --draft OUT; after medusa2 with --model OUT/target.
 
     [bold]Example[/bold]
 
     foredraft train eagle prompts.jsonl --out my-eagle
 
     foredraft generate --draft ./my-eagle "Tell me a story."
+
+    On several GPUs: accelerate launch --multi_gpu -m foredraft train eagle prompts.jsonl --out my-eagle
     """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.progress import TimeRemainingColumn as Left
     from transformers.utils import logging
 
+    from foredraft.train.processes import processes
     from foredraft.train.run import Options
     from foredraft.train.run import train as run
 
@@ -76,8 +83,12 @@ def train(
         TimeElapsedColumn(),
         Left(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    group = processes()
+    with Progress(*columns, console=Console(stderr=True), disable=not group.is_main_process) as progress:
         record = run(kind, prompts, model, out, options, progress)
+    group.end_training()
+    if not group.is_main_process:
+        return
     if as_json:
         print_json(record)
     else:
@@ -96,4 +107,11 @@ def _show(record: dict[str, Any], out: Path) -> None:
     console = Console()
     console.print(f"{record['kind']} for {record['target']}: {record['answer_tokens']} tokens of answers")
     console.print(table)
-    console.print(f"in {out}: use it as --draft {out}")
+    use = f"--draft {out}"
+    if record["kind"] == "medusa2":
+        console.print(
+            f"{record['notice']}. On answers held out: {record['mean_kl']:.4f} nats a token from the old "
+            f"law, another likeliest token at {record['other_token']:.1%} of places"
+        )
+        use = f"--model {out / 'target'} {use}"
+    console.print(f"in {out}: use it as {use}")

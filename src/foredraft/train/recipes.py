@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foredraft.models import HFCausal, load_target
 from foredraft.models.checkpoint import TargetFacts
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.propose.distilled import complete, save_distilled
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.heads import load_head, save_eagle, save_medusa
+from foredraft.propose.heads import EagleDraft, MedusaDraft, load_head, save_eagle, save_medusa
 from foredraft.propose.medusa import RANKS, calibrate
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch
@@ -48,8 +48,23 @@ class Setting:
 
     def measure(self, path: Path) -> SpecStats:
         """Draft with the head in a directory."""
-        proposer = load_head(path, self.facts, self.target.dtype).proposer(kv_tokens(self.held))
-        return draft_with(self.target, proposer, self.held, _MEASURED_BUDGET)
+        return self.measure_with(self.target, self.facts, path)
+
+    def measure_with(self, target: HFCausal, facts: TargetFacts, path: Path) -> SpecStats:
+        """Draft for a target with the head in a directory."""
+        draft = _on(load_head(path, facts, target.dtype), target.device)
+        return draft_with(target, draft.proposer(kv_tokens(self.held)), self.held, _MEASURED_BUDGET)
+
+    def load(self, path: Path) -> HFCausal:
+        """Load another model to run where the target does, as it does."""
+        dtype = str(self.target.dtype).removeprefix("torch.")
+        return load_target(path, dtype=dtype, device=str(self.target.device))
+
+
+def _on(draft: EagleDraft | MedusaDraft, device: torch.device) -> EagleDraft | MedusaDraft:
+    parts = {field.name: getattr(draft, field.name) for field in fields(draft)}
+    moved: dict[str, Any] = {n: v.to(device) for n, v in parts.items() if isinstance(v, Tensor | nn.Module)}
+    return replace(draft, **moved)
 
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:
@@ -81,17 +96,28 @@ def eagle(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) ->
 
 def medusa(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
     """Medusa heads, and a tree calibrated on the answers held out."""
+    loss, ids = medusa_loss(setting, answers, draft_vocab_size)
+
+    def save(path: Path) -> None:
+        save_heads(path, loss, ids, setting.facts, setting.held_batch)
+
+    return Trainee(loss.heads, loss, save, setting.measure)
+
+
+def medusa_loss(
+    setting: Setting, answers: Sequence[Answer], draft_vocab_size: int
+) -> tuple[MedusaLoss, Tensor]:
+    """Return the loss of new Medusa heads, and the tokens they draft from, int64 [draft vocab]."""
     facts = setting.facts
     ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
     heads = MedusaHeads(facts.hidden_size, MEDUSA_HEADS, MEDUSA_LAYERS)
-    rows = setting.model.get_output_embeddings().weight.detach()[ids]
-    loss = MedusaLoss(heads, rows)
+    return MedusaLoss(heads, setting.model.get_output_embeddings().weight.detach()[ids]), ids
 
-    def save(path: Path) -> None:
-        tree = calibrate(rank_hits(loss, setting.held_batch, RANKS), MEDUSA_NODES)
-        save_medusa(path, heads, ids, tree, facts)
 
-    return Trainee(heads, loss, save, setting.measure)
+def save_heads(path: Path, loss: MedusaLoss, ids: Tensor, facts: TargetFacts, held: Batch) -> None:
+    """Write Medusa heads with a tree calibrated on a batch."""
+    tree = calibrate(rank_hits(loss, held, RANKS), MEDUSA_NODES)
+    save_medusa(path, loss.heads, ids, tree, facts)
 
 
 def draft(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
@@ -102,12 +128,11 @@ def draft(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) ->
     loss = DistilLoss(small, setting.model.get_output_embeddings().weight.detach()[ids])
 
     def save(path: Path) -> None:
-        state = {name: value.to(torch.bfloat16) for name, value in small.state_dict().items()}
+        state = {name: value.to("cpu", torch.bfloat16) for name, value in small.state_dict().items()}
         save_distilled(path, small.config.to_dict() | {"dtype": "bfloat16"}, state, ids, facts)
 
     def measure(path: Path) -> SpecStats:
-        model = load_target(complete(path, facts), dtype=str(target.dtype).removeprefix("torch."))
-        tokens = kv_tokens(setting.held)
+        model, tokens = setting.load(complete(path, facts)), kv_tokens(setting.held)
         proposer = DraftModelProposer(model, vocab_size=target.vocab_size, kv_tokens=tokens)
         return draft_with(target, proposer, setting.held, DRAFT_MEASURED)
 

@@ -23,19 +23,22 @@ from foredraft import zoo
 from foredraft.errors import ConfigError
 from foredraft.llm import load_tokenizer
 from foredraft.models import HFCausal, load_target
-from foredraft.models.checkpoint import target_facts
+from foredraft.models.checkpoint import TargetFacts, target_facts
 from foredraft.train import recipes
 from foredraft.train.collect import Answer, AnswerFile, collect
 from foredraft.train.data import split, stack
 from foredraft.train.loop import Plan, Progressed, Trainee, fit
+from foredraft.train.medusa2 import NOTICE, check_epochs, medusa2
+from foredraft.train.processes import processes
 from foredraft.train.prompts import load_prompts
 
 KINDS: dict[str, Callable[[recipes.Setting, Sequence[Answer], int], Trainee]] = {
     "eagle": recipes.eagle,
     "medusa": recipes.medusa,
+    "medusa2": medusa2,
     "draft": recipes.draft,
 }
-LEARNING_RATES = {"eagle": 2e-3, "medusa": 1e-3, "draft": 5e-4}
+LEARNING_RATES = {"eagle": 2e-3, "medusa": 1e-3, "medusa2": 1e-3, "draft": 5e-4}
 _HELD_OUT = 0.02
 _MEASURED = 16  # held-out prompts that are answered after every epoch
 
@@ -66,19 +69,52 @@ def train(
 ) -> dict[str, Any]:
     """Make a draft of one kind in `out`, which LLM(draft=out) takes; return its provenance.
 
-    Raises ConfigError, CheckpointError, CapacityError or what loading a model raises. A run that was killed
-    goes on when it is started again with the same options.
+    "medusa2" makes a new target too, in `out`/target. Raises ConfigError, CheckpointError, CapacityError or
+    what loading a model raises. A run that was killed goes on when it is started again with the same options.
+    Of several processes (see processes.py) the first returns the provenance, the others nothing.
     """
     _keep_freed_memory()
     if kind not in KINDS:
         raise ConfigError(f"kind={kind!r} is unknown: use {', '.join(KINDS)}")
+    group = processes()
+    if kind == "medusa2":
+        check_epochs(options.epochs)
+        if group.is_main_process:
+            progress.console.print(NOTICE)
     path = zoo.resolve(model)
-    prompts = load_prompts(files, load_tokenizer(path), longest=options.longest)[: options.limit]
-    target = load_target(path)
+    target = load_target(path, device=str(group.device))
     facts = replace(target_facts(path), name=str(model))
     work = out / "work"
+    with group.main_process_first():  # the others find all prompts answered
+        collected = _answers(target, facts, files, work / "answers", options, progress)
+    learning, held = _both(*split(collected.answers, _HELD_OUT))
+    held_batch = stack(held, collected.states()).to(target.device)
+    setting = recipes.Setting(target, facts, _modules(path, target), held, held_batch)
+    trainee = KINDS[kind](setting, learning, options.draft_vocab_size)
+    plan = Plan(options.epochs, LEARNING_RATES[kind])
+    done = fit(trainee, learning, collected.states(), plan, work, progress)
+    if not group.is_main_process:
+        return {}
+    shutil.copytree(work / "best", out, dirs_exist_ok=True)
+    record = provenance(kind, model, files, options, plan, done, learning, held)
+    record |= trainee.describe(out)
+    (out / "provenance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    return record
+
+
+def _answers(
+    target: HFCausal,
+    facts: TargetFacts,
+    files: Sequence[Path],
+    home: Path,
+    options: Options,
+    progress: Progress,
+) -> AnswerFile:
+    """Return the target's answers to the prompts of some files, and the states that recipes read."""
+    assert facts.path is not None
+    prompts = load_prompts(files, load_tokenizer(facts.path), longest=options.longest)[: options.limit]
     layers = (*recipes.fused_layers(facts.num_layers), facts.num_layers)
-    collected = AnswerFile(work / "answers", facts.hidden_size * len(layers))
+    collected = AnswerFile(home, facts.hidden_size * len(layers))
     collect(
         target,
         prompts,
@@ -88,16 +124,7 @@ def train(
         max_tokens=options.max_tokens,
         progress=progress,
     )
-    learning, held = split(collected.answers, _HELD_OUT)
-    learning, held = _both(learning, held)
-    setting = recipes.Setting(target, facts, _modules(path, target), held, stack(held, collected.states()))
-    trainee = KINDS[kind](setting, learning, options.draft_vocab_size)
-    plan = Plan(options.epochs, LEARNING_RATES[kind])
-    done = fit(trainee, learning, collected.states(), plan, work, progress)
-    shutil.copytree(work / "best", out, dirs_exist_ok=True)
-    record = provenance(kind, model, files, options, plan, done, learning, held)
-    (out / "provenance.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    return record
+    return collected
 
 
 def provenance(
