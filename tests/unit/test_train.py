@@ -11,17 +11,21 @@ from typing import Any
 import pytest
 import torch
 from rich.progress import Progress
+from safetensors.torch import load_file
 
 import tiny_models
 import tiny_tokenizers
 from foredraft import LLM, SamplingParams
 from foredraft.cli import main
 from foredraft.errors import CapacityError, CheckpointError, ConfigError, ModelError
+from foredraft.models.checkpoint import target_facts
+from foredraft.propose.heads import fingerprint
 from foredraft.train import collect as collecting
 from foredraft.train import loop
 from foredraft.train import run as training
 from foredraft.train.collect import AnswerFile
 from foredraft.train.loop import Plan
+from foredraft.train.medusa2 import NOTICE, TARGET
 from foredraft.train.prompts import load_prompts
 from foredraft.train.run import Options, train
 
@@ -90,11 +94,59 @@ def _untrained(kind: str, prompts: Path, model: Path, out: Path, monkeypatch: py
         return float(max(run(kind, prompts, model, out)["held_out_mean_emitted"]))
 
 
-def test_a_killed_run_goes_on_to_the_same_end(
+def test_medusa2_makes_a_new_target_and_says_so(
+    prompts: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(training, "Plan", partial(Plan, tokens=32))
+    monkeypatch.setitem(training.LEARNING_RATES, "medusa2", 5e-3)
+    out = tmp_path / "out"
+    sizes = ["--limit", "40", "--max-tokens", "24", "--draft-vocab", "200"]
+    with pytest.raises(SystemExit) as end:
+        main(["train", "medusa2", str(prompts), "--model", str(model), "--out", str(out), *sizes])
+    assert end.value.code == 0
+    shown = capsys.readouterr()
+    for text in (shown.err, shown.out):  # at the start, at the end
+        assert "its law no longer holds, and the new target's answers differ" in " ".join(text.split())
+    record = json.loads((out / "provenance.json").read_text())
+    assert record["notice"] == NOTICE
+    alone, together = record["held_out_mean_emitted"]
+    assert together > alone
+    assert 0 < record["mean_kl"] < 0.5
+    old, new = (load_file(path / "model.safetensors") for path in (model, out / TARGET))
+    kept = {name for name in old if torch.equal(old[name], new[name])}
+    assert kept == {"model.embed_tokens.weight", "lm_head.weight"} & old.keys()
+    noted = json.loads((out / "config.json").read_text())["foredraft"]["target"]
+    assert noted["fingerprint"] == fingerprint(target_facts(out / TARGET)) != fingerprint(target_facts(model))
+    greedy = SamplingParams(temperature=0, max_tokens=20)
+    plain = LLM(out / TARGET).generate(["the cat", "a big dog"], greedy)
+    drafted = LLM(out / TARGET, out, budget=4).generate(["the cat", "a big dog"], greedy)
+    assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
+    assert sum(c.stats.drafted for c in drafted) > 0
+    assert LLM(out / TARGET).tokenizer.get_vocab() == LLM(model).tokenizer.get_vocab()
+
+
+def test_a_target_that_has_not_learned_is_the_old_one(
     prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = Options(epochs=1, max_tokens=16, draft_vocab_size=100, limit=30)
-    wanted = run("eagle", prompts, model, tmp_path / "whole", options)
+    monkeypatch.setattr(loop, "schedule", lambda step, total: 0.0)
+    options = Options(epochs=2, max_tokens=8, draft_vocab_size=100, limit=10)
+    record = run("medusa2", prompts, model, tmp_path / "out", options)
+    assert record["mean_kl"] < 1e-3  # the states on file are rounded to bfloat16
+    with pytest.raises(ConfigError, match="trains the heads alone: use 2 or more"):
+        run("medusa2", prompts, model, tmp_path / "one", replace(options, epochs=1))
+
+
+@pytest.mark.parametrize(("kind", "killed_at"), [("eagle", 2), ("medusa2", 6)])
+def test_a_killed_run_goes_on_to_the_same_end(
+    kind: str, killed_at: int, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training, "Plan", partial(Plan, tokens=128))
+    options = Options(epochs=2, max_tokens=16, draft_vocab_size=100, limit=30)
+    wanted = run(kind, prompts, model, tmp_path / "whole", options)
     out = tmp_path / "killed"
     real, calls = AnswerFile.add, []
 
@@ -107,26 +159,28 @@ def test_a_killed_run_goes_on_to_the_same_end(
     with monkeypatch.context() as patch:
         patch.setattr(AnswerFile, "add", failing)
         with pytest.raises(KeyboardInterrupt):
-            run("eagle", prompts, model, out, options)
+            run(kind, prompts, model, out, options)
     with (out / "work" / "answers" / "answers.jsonl").open("a") as file:
         file.write('{"key": "cut of')
     with (out / "work" / "answers" / "hidden.bin").open("ab") as states:
         states.write(b"\0" * 7)
 
     monkeypatch.setattr(loop, "_SAVE_EVERY_S", 0.0)
-    save, saves = loop._save, []
+    step, steps = loop._Run._step, []
 
-    def saving(*args: Any) -> None:
-        save(*args)
-        saves.append(1)
-        if len(saves) == 1:
+    def stepping(*args: Any) -> Any:
+        steps.append(1)
+        if len(steps) == killed_at:
             raise KeyboardInterrupt
+        return step(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "_save", saving)
+        patch.setattr(loop._Run, "_step", stepping)
         with pytest.raises(KeyboardInterrupt):
-            run("eagle", prompts, model, out, options)
-    found = run("eagle", prompts, model, out, options)
+            run(kind, prompts, model, out, options)
+    done = json.loads(torch.load(out / "work" / "training.pt")["done"])
+    assert (done["epoch"], done["step"]) == (kind == "medusa2", 1)
+    found = run(kind, prompts, model, out, options)
     assert found["steps"] == wanted["steps"]
     assert found["losses"] == pytest.approx(wanted["losses"], abs=0.2)
 
