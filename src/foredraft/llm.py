@@ -34,11 +34,12 @@ class LLM:
 
     `model` and `draft`: a zoo name, a directory, a Hugging Face id; `draft` also "ngram", "suffix",
     "suffix-shared" (looks through earlier answers too), "eagle", "medusa" or "distilled" (where shipped for
-    the model; a directory may hold such a draft too), or None (plain decoding). `dtype`: "auto" (as
-    stored, where that is fast), "float32", "bfloat16" or "float16". `budget`: the most nodes drafted per
-    sequence and step, or "auto". `max_seqs` requests run at once, others wait. `max_len`: prompt and
-    answer in tokens, at most (None: the model's context, or what the cache holds). `kv_gb`: memory for
-    the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step. `tree`: for a draft
+    the model; a directory may hold such a draft too), one of those and a lookup, as "eagle+suffix" (each
+    step drafts by what promises more), or None (plain decoding). `dtype`: "auto" (as stored, where that is
+    fast), "float32", "bfloat16" or "float16". `budget`: the most nodes drafted per sequence and step, or
+    "auto". `max_seqs` requests run at once, others wait. `max_len`: prompt and answer in tokens, at most
+    (None: the model's context, or what the cache holds). `kv_gb`: memory for the KV caches in 10^9 bytes.
+    `max_batch_tokens`: prompt tokens fed per step. `tree`: for a draft
     model, the nodes of each level of a tree drafted instead of a chain. `prefix_cache`: a request that
     begins like an earlier one reuses its cache; turn it off to time requests one by one.
 

@@ -259,6 +259,22 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
+class Source:
+    """One way to draft for a sequence at one step. Drafts of one `method` take equally long; those of one
+    method and `grade` are about equally often accepted.
+
+    longest: the most nodes worth drafting. prior: how often the first guess is accepted, as far as is known
+    before any was judged. tree: whether it drafts trees.
+    """
+
+    longest: int
+    prior: float = 0.6
+    tree: bool = False
+    method: str = ""
+    grade: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one engine step gave one request. `origins` says where each token came from, one letter a token:
     a(ccepted), r(ecovered), b(onus). `stats` is the request's own running record. `parents` is the tree that

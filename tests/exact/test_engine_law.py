@@ -18,9 +18,9 @@ from fakes import ContextTarget, RandomProposer
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.protocols import Proposer
-from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
+from foredraft.propose import DraftModelProposer, EitherProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import penalize, to_laws
-from foredraft.types import SamplingParams
+from foredraft.types import SamplingParams, Source
 
 VOCAB, LENGTH, RUNS = 4, 3, 2000
 PROMPT = [0, 1, 2, 0, 1]
@@ -39,6 +39,11 @@ def proposers() -> dict[str, Proposer | None]:
         "suffix": SuffixProposer(memory_tokens=1000),
         "random trees": RandomProposer(target()),
         "draft model": DraftModelProposer(other, vocab_size=VOCAB, kv_tokens=50 * 64),
+        "lookup or draft model": EitherProposer(
+            NgramProposer(min_size=2),
+            DraftModelProposer(other, vocab_size=VOCAB, kv_tokens=50 * 64),
+            Source(4),
+        ),
         "draft tree": DraftModelProposer(other, vocab_size=VOCAB, kv_tokens=50 * 64, tree=(2, 2, 1)),
     }
 

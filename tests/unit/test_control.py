@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from foredraft.control.budgets import best_budgets
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.sampling import Noise
-from foredraft.types import SamplingParams, SpecStats, StepOutput
+from foredraft.types import SamplingParams, Source, SpecStats, StepOutput
 
 SECONDS = {1: 0.015, 4: 0.015, 8: 0.0165, 16: 0.021, 32: 0.032, 64: 0.058, 128: 0.11}
 Rate = Callable[[str, int], float]  # chance that a guess for this position of the answer is right
@@ -34,11 +34,20 @@ def sequence(name: str = "r", tokens: int = 99) -> Sequence:
 class Clockwork:
     """Decodes imaginary requests: a guess is right by chance, passes and drafts take what the tables say."""
 
-    def __init__(self, controller: AcceptanceBudget, rate: Rate, *, level_s: float, seed: int = 0) -> None:
-        self.controller, self.rate, self.level_s = controller, rate, level_s
+    def __init__(
+        self,
+        controller: AcceptanceBudget,
+        rate: Rate,
+        *,
+        level_s: float,
+        seed: int = 0,
+        lookup: tuple[Source, Rate] | None = None,
+    ) -> None:
+        self.controller, self.rate, self.level_s, self.lookup = controller, rate, level_s, lookup
         self.random, self.costs = random.Random(seed), passes()
         self.plain_s = self.taken_s = 0.0
         self.budgets: list[int] = []
+        self.looked_up = 0
 
     def run(self, load: int, tokens: int, tag: str = "") -> float:
         """Serve `load` requests at once; return the time plain decoding takes over the time taken."""
@@ -53,18 +62,26 @@ class Clockwork:
         return (self.plain_s - before[0]) / (self.taken_s - before[1])
 
     def _step(self, live: list[tuple[Sequence, SpecStats]]) -> None:
+        if self.lookup:
+            for seq, _ in live:
+                seq.sources = (self.lookup[0], self.controller.source)
         budgets = self.controller.budgets([seq for seq, _ in live], len(live))
         self.budgets += budgets
         outputs, nodes, deepest, emitted = [], 0, 0, 0
         for (seq, stats), budget in zip(live, budgets, strict=True):
-            levels, accepted = min(budget, seq.levels_left), 0
-            while accepted < levels and self.random.random() < self.rate(
+            levels, accepted, rate = min(budget, seq.levels_left), 0, self.rate
+            looked_up = self.lookup is not None and seq.source == self.lookup[0]
+            if self.lookup and looked_up:
+                rate = self.lookup[1]
+                self.looked_up += 1
+            while accepted < levels and self.random.random() < rate(
                 seq.request_id, len(seq.tokens) + accepted
             ):
                 accepted += 1
             stats.add(SpecStats(steps=1))
             seq.tokens += [0] * (accepted + 1)
-            nodes, deepest, emitted = nodes + levels, max(deepest, levels), emitted + accepted + 1
+            nodes, emitted = nodes + levels, emitted + accepted + 1
+            deepest = max(deepest, 0 if looked_up else levels)
             drafted, path = tuple(range(-1, levels - 1)), tuple(range(accepted))
             outputs.append(StepOutput(seq.request_id, [], "", None, "", None, stats, drafted, path))
         noise = self.random.lognormvariate(0, 0.1)
@@ -90,7 +107,7 @@ RATES: dict[str, Rate] = {
 def test_never_slower(kind: str, load: int, level_s: float) -> None:
     """Lookup (levels for nothing), a light head and a slow draft model; measured passes and guessed ones."""
     for costs in (passes(), None):
-        controller = AcceptanceBudget(longest=15 if level_s == 0 else 8, costs=costs)
+        controller = AcceptanceBudget(Source(15 if level_s == 0 else 8), costs=costs)
         clockwork = Clockwork(controller, RATES[kind], level_s=level_s)
         for turn in range(3):
             assert clockwork.run(load, 128, f"{turn}-") > 0.97
@@ -99,22 +116,46 @@ def test_never_slower(kind: str, load: int, level_s: float) -> None:
 
 @pytest.mark.parametrize(("load", "least"), [(1, 5.0), (4, 2.8), (16, 1.9)])
 def test_good_drafts_are_used(load: int, least: float) -> None:
-    assert Clockwork(AcceptanceBudget(longest=15), lambda name, pos: 0.95, level_s=0.0).run(load, 200) > least
+    assert Clockwork(AcceptanceBudget(Source(15)), lambda name, pos: 0.95, level_s=0.0).run(load, 200) > least
 
 
 @pytest.mark.parametrize("level_s", [0.0005, 0.001])
 def test_what_was_turned_off_turns_on_again(level_s: float) -> None:
-    clockwork = Clockwork(AcceptanceBudget(longest=8, costs=passes()), lambda n, p: 0.0, level_s=level_s)
+    clockwork = Clockwork(AcceptanceBudget(Source(8), costs=passes()), lambda n, p: 0.0, level_s=level_s)
     clockwork.run(1, 300)
     assert sum(clockwork.budgets[40:]) < 300
     clockwork.rate = RATES["useless, then good"]
     assert clockwork.run(1, 300) > 1.8
 
 
+@pytest.mark.parametrize("load", [1, 8])
+def test_the_better_source_drafts(load: int) -> None:
+    """A lookup is taken where it copies, the head where it does not, also if that changes half-way."""
+    lookup, head = Source(15, method="lookup"), Source(8)
+
+    def run(rate: Rate) -> tuple[float, float]:
+        controller = AcceptanceBudget(head, costs=passes())
+        clockwork = Clockwork(controller, lambda n, p: 0.6, level_s=0.001, lookup=(lookup, rate))
+        gain = clockwork.run(load, 400)
+        return clockwork.looked_up / len(clockwork.budgets), gain
+
+    used, gain = run(lambda name, pos: 0.95)
+    assert used > 0.9
+    assert gain > (3.5 if load == 1 else 2)
+    used, gain = run(lambda name, pos: 0.0)
+    assert used < 0.15
+    alone = Clockwork(AcceptanceBudget(head, costs=passes()), lambda n, p: 0.6, level_s=0.001).run(load, 400)
+    assert gain > 0.93 * alone
+    if load == 1:  # where one request must not go by the many others
+        used, gain = run(lambda name, pos: 0.0 if pos < 200 else 0.95)
+        assert 0.1 < used < 0.6
+        assert gain > 1.2 * alone
+
+
 def test_a_slow_draft_is_used_less() -> None:
     used = []
     for level_s in (0.0, 0.004):
-        clockwork = Clockwork(AcceptanceBudget(longest=12), lambda name, pos: 0.6, level_s=level_s)
+        clockwork = Clockwork(AcceptanceBudget(Source(12)), lambda name, pos: 0.6, level_s=level_s)
         clockwork.run(1, 300)
         used.append(sum(clockwork.budgets) / len(clockwork.budgets))
     assert used[1] < used[0] / 2
@@ -124,23 +165,24 @@ def test_best_budgets_are_the_best() -> None:
     """Against every combination of budgets of three sequences."""
     rates = (0.9, 0.5, 0.2)
     gains = [[rate ** (node + 1) for node in range(4)] for rate in rates]
+    source = Source(4)
 
-    def seconds(nodes: int, deepest: int) -> float:
-        return 1 + 0.08 * nodes + 0.05 * deepest
+    def seconds(nodes: int, deepest: Mapping[Source, int]) -> float:
+        return 1 + 0.08 * nodes + 0.05 * deepest.get(source, 0)
 
     def speed(budgets: tuple[int, ...]) -> float:
         emitted = 3 + sum(sum(some[:budget]) for some, budget in zip(gains, budgets, strict=True))
-        return emitted / seconds(sum(budgets), max(budgets))
+        return emitted / seconds(sum(budgets), {source: max(budgets)})
 
-    found = best_budgets(gains, seconds)
+    found = best_budgets(gains, [source] * 3, seconds)
     assert speed(tuple(found)) == pytest.approx(max(map(speed, product(range(5), repeat=3))), rel=0.01)
-    assert best_budgets(gains, lambda nodes, deepest: 1 + nodes) == [0, 0, 0]
-    assert best_budgets([], seconds) == []
+    assert best_budgets(gains, [source] * 3, lambda nodes, deepest: 1 + nodes) == [0, 0, 0]
+    assert best_budgets([], [], seconds) == []
 
 
 def test_trees_are_judged_by_their_nodes() -> None:
     """Sixteen nodes on four levels: what each rank gives is learnt, and that a draft is four levels deep."""
-    acceptance, request = Acceptance(0.6, 20, tree=True), Request()
+    acceptance, request = Acceptance(Source(20, tree=True)), Request()
     for turn in range(200):
         path = (0, 2, 5) if turn % 2 else (1,)
         acceptance.learn(request, nodes=16, levels=4, path=path)
@@ -156,7 +198,7 @@ def test_trees_are_judged_by_their_nodes() -> None:
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("nodes", [2, 6])
 def test_gains_of_chains_go_on_beyond_what_was_drafted(rate: float, nodes: int) -> None:
-    acceptance, dice = Acceptance(0.6, 10), random.Random(0)
+    acceptance, dice = Acceptance(Source(10)), random.Random(0)
     for _ in range(1000):
         accepted = next((n for n in range(nodes) if dice.random() >= rate), nodes)
         acceptance.learn(Request(), nodes, nodes, range(accepted))
@@ -167,14 +209,14 @@ def test_gains_of_chains_go_on_beyond_what_was_drafted(rate: float, nodes: int) 
 
 def test_a_few_early_misses_do_not_end_drafting() -> None:
     """Later requests still try: what the first one met may be its own."""
-    acceptance = Acceptance(0.6, 15)
+    acceptance = Acceptance(Source(15))
     for _ in range(8):
         acceptance.learn(Request(), 2, 2, ())
     assert acceptance.gains(Request())[0] > 0.25
 
 
 def test_forgotten_requests_leave_nothing() -> None:
-    controller = AcceptanceBudget(longest=4)
+    controller = AcceptanceBudget(Source(4))
     Clockwork(controller, lambda name, pos: 1.0, level_s=0.0).run(2, 20)
     controller.forget("0")
     assert not controller._requests

@@ -19,13 +19,14 @@ from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import BlockTable
 from foredraft.models import HFCausal, load_target
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
+from foredraft.propose import EitherProposer, NgramProposer
 from foredraft.propose.eagle import EagleProposer
 from foredraft.propose.medusa import MedusaProposer, calibrate, grow, tree_of
 from foredraft.sampling import to_laws
 from foredraft.train.collect import Answer, Recorder
 from foredraft.train.data import stack
 from foredraft.train.eagle import EagleLoss, Places
-from foredraft.types import NO_DRAFT, SamplingParams
+from foredraft.types import NO_DRAFT, SamplingParams, Source
 
 LAYERS, VOCAB = (1, 2), 60
 KV = 64 * 64
@@ -82,7 +83,7 @@ def answers(target: HFCausal, proposer: Any, params: SamplingParams, budget: int
     return found
 
 
-@pytest.mark.parametrize("kind", ["eagle", "eagle drawn", "medusa", "medusa static"])
+@pytest.mark.parametrize("kind", ["eagle", "eagle drawn", "medusa", "medusa static", "either"])
 @pytest.mark.parametrize(
     "params",
     [
@@ -109,6 +110,8 @@ def test_no_head_changes_a_text(
         if kind.startswith("medusa"):
             tree = ((0,), (1,), (0, 0), (0, 0, 1), (1, 2)) if kind.endswith("static") else None
             proposer = medusa_proposer(embedding, tree=tree)
+        if kind == "either":
+            proposer = EitherProposer(NgramProposer(), proposer, Source(20))
         assert answers(target, proposer, params, budget) == wanted
 
 

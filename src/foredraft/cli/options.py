@@ -35,7 +35,8 @@ class Loading:
         _option(
             MODEL,
             "none, ngram, suffix, suffix-shared (looks through earlier answers too), eagle, medusa, the "
-            "directory of a draft, or a smaller model named as --model is.",
+            "directory of a draft, a smaller model named as --model is, or one of those with a lookup, as "
+            "eagle+suffix.",
         ),
     ] = "ngram"
     budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (

@@ -1,6 +1,6 @@
 """How many nodes each sequence may draft."""
 
-from foredraft.control.budgets import PRIOR, AcceptanceBudget, FixedBudget
+from foredraft.control.budgets import AcceptanceBudget, FixedBudget
 from foredraft.control.cost import PassCosts, pass_costs
 
-__all__ = ["PRIOR", "AcceptanceBudget", "FixedBudget", "PassCosts", "pass_costs"]
+__all__ = ["AcceptanceBudget", "FixedBudget", "PassCosts", "pass_costs"]

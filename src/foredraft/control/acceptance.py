@@ -11,6 +11,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from foredraft.types import Source
+
 _FADE, _FADE_ALL = 0.9, 0.98  # of what a step taught, per later step that drafted
 _WORTH, _WORTH_ALL = 2.0, 8.0  # drafts that what was assumed before is worth: to a request, and over all
 _WORTH_RANK = 4.0  # drafts that its neighbours are worth to one rank
@@ -31,13 +33,13 @@ class Counts:
         """Take in one draft of so many nodes, of which those in `path` were accepted."""
         missing = [0.0] * (nodes - len(self.judged))
         for counts in (self.judged, self.accepted, self.before):
-            counts += missing
-        right = set(path)
-        for rank in range(len(self.judged)):
-            has = rank < nodes
-            self.judged[rank] = fade * self.judged[rank] + has
-            self.accepted[rank] = fade * self.accepted[rank] + (rank in right)
-            self.before[rank] = fade * self.before[rank] + (has and rank - 1 in right)
+            counts[:] = [fade * count for count in counts + missing]
+        for rank in range(nodes):
+            self.judged[rank] += 1
+        for rank in path:
+            self.accepted[rank] += 1
+            if rank + 1 < nodes:
+                self.before[rank + 1] += 1
 
     def gains(self, assumed: Seq[float], worth: float) -> list[float]:
         """Return the chance of each rank to be accepted, given the one assumed before anything was seen.
@@ -50,14 +52,10 @@ class Counts:
         followed = sum(self.accepted[1 : seen + 1])
         expected = sum(self.before[rank + 1] * steps[rank] for rank in range(seen))
         correction = (followed + _WORTH) / (expected + _WORTH)
-        gains: list[float] = []
-        for rank, first in enumerate(assumed):
-            if rank == 0:
-                gain = self._mixed(0, first, worth)
-            else:
-                step = min(_MOST, steps[rank - 1] * correction)
-                gain = min(gains[-1], self._mixed(rank, gains[-1] * step, _WORTH_RANK))
-            gains.append(gain)
+        gains = [self._mixed(0, assumed[0], worth)]
+        for rank, step in enumerate(steps, start=1):
+            following = gains[-1] * min(_MOST, step * correction)
+            gains.append(min(gains[-1], self._mixed(rank, following, _WORTH_RANK)))
         return gains
 
     def _mixed(self, rank: int, assumed: float, worth: float) -> float:
@@ -66,33 +64,42 @@ class Counts:
         return min(_MOST, (self.accepted[rank] + worth * assumed) / (self.judged[rank] + worth))
 
 
-@dataclass(slots=True)
 class Request:
-    """What is known of one request: its counts, the steps since it last drafted, and whether it is being
-    probed.
+    """What is known of one request: counts by source, the source of its newest draft, its steps and those at
+    which each method was last chosen, the steps since it last drafted, and whether it is being probed.
     """
 
-    counts: Counts = field(default_factory=Counts)
-    idle: int = 0
-    probing: bool = False
+    def __init__(self) -> None:
+        self.counts: dict[Source, Counts] = {}
+        self.source: Source | None = None
+        self.steps = 0
+        self.chosen: dict[str, int] = {}
+        self.idle = 0
+        self.probing = False
 
 
 class Acceptance:
-    """Chances that guesses are accepted.
-
-    prior: the acceptance rate assumed before anything was judged. tree: whether drafts are trees, of which
-    later nodes lie beside earlier ones and lose less. A request starts from what all before it made of that.
+    """Chances that guesses of one source are accepted. A request starts from what all before it made of the
+    source's prior.
     """
 
-    def __init__(self, prior: float, longest: int, *, tree: bool = False) -> None:
+    def __init__(self, source: Source) -> None:
+        self.source = source
         self.all = Counts()
-        self.prior = [prior / (rank + 1) if tree else prior ** (rank + 1) for rank in range(longest)]
         self.spread = 1.0  # a draft of n nodes is about n ** spread levels deep: 1 for a chain
+        ranks = range(source.longest)
+        # Of a tree later nodes lie beside earlier ones, and lose less.
+        self._prior = [source.prior / (n + 1) if source.tree else source.prior ** (n + 1) for n in ranks]
+        self._overall = self.all.gains(self._prior, _WORTH_ALL)
 
     def learn(self, request: Request, nodes: int, levels: int, path: Seq[int]) -> None:
-        """Take in a step of a request."""
-        request.counts.learn(nodes, path, _FADE)
+        """Take in a step of a request. What it met with other sources fades too: that may have changed."""
+        request.counts.setdefault(self.source, Counts())
+        for source, counts in request.counts.items():
+            here = source == self.source
+            counts.learn(nodes if here else 0, path if here else (), _FADE)
         self.all.learn(nodes, path, _FADE_ALL)
+        self._overall = self.all.gains(self._prior, _WORTH_ALL)
         if nodes > 1:
             self.spread += 0.1 * (math.log(levels) / math.log(nodes) - self.spread)
 
@@ -102,4 +109,5 @@ class Acceptance:
 
     def gains(self, request: Request) -> list[float]:
         """Expected accepted tokens that the first, second, … node of a draft adds; they never grow."""
-        return request.counts.gains(self.all.gains(self.prior, _WORTH_ALL), _WORTH)
+        counts = request.counts.get(self.source)
+        return self._overall if counts is None else counts.gains(self._overall, _WORTH)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from itertools import accumulate
+from math import inf
 
 from foredraft.control.acceptance import Acceptance, Request
 from foredraft.control.cost import PassCosts
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.tree import depths
-from foredraft.types import StepOutput
+from foredraft.types import Source, StepOutput
 
-PRIOR = 0.6  # acceptance before anything is known
+Deepest = Mapping[Source, int]  # of each source that drafts, the most nodes of a sequence
+
 _WORTHWHILE = 1.01  # of plain decoding: what a draft must promise
 _PROBES = 0.007  # share of the time that may go into drafts that do not promise that
 _PROBE = 2  # nodes of such a draft
+_UNTRIED = 32  # steps after which a method is tried again although another promises more
 _LEARN = 0.1  # weight of the newest step in times
 
 
@@ -38,128 +42,186 @@ class FixedBudget:
 
 
 class AcceptanceBudget:
-    """Give each step the budgets with the most expected tokens per second, all sequences together.
+    """Give each step the sources and budgets with the most expected tokens per second, all sequences
+    together.
 
     A node adds the chance that it is accepted (Acceptance) and takes what one more row adds to the target's
     pass (PassCosts), and a level what it adds to the draft, which is measured while running. Sequences that
     draft nothing are probed with a small draft now and then; probes take less than 1 % of the time.
 
-    longest: the most nodes a sequence may draft. prior: how often the first guess is expected to be accepted,
-    for a draft of known quality. tree: whether drafts are trees.
+    source: how a proposer drafts that does not tell.
     """
 
-    def __init__(
-        self, *, longest: int, costs: PassCosts | None = None, prior: float = PRIOR, tree: bool = False
-    ) -> None:
+    def __init__(self, source: Source, *, costs: PassCosts | None = None) -> None:
+        self.source = source
         self.costs = PassCosts.guess() if costs is None else costs
-        self.acceptance = Acceptance(prior, longest, tree=tree)
+        self._acceptances: dict[Source, Acceptance] = {}
         self._requests: dict[str, Request] = {}
-        self._level_s: dict[int, float] = {}  # seconds of a draft level, by sequences.bit_length()
+        self._level_s: dict[str, dict[int, float]] = {}  # of a method, by sequences.bit_length()
         self._other_s = 0.0
         self._allowance_s = 0.0  # what probes may take now
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
-        """Return for each sequence how many nodes it may draft."""
+        """Choose for each sequence a source, and return how many nodes it may draft."""
         requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
+        count = len(seqs)
+
+        def seconds(nodes: int, deepest: Deepest) -> float:
+            pass_s = self.costs.seconds(batch_tokens + nodes, count)
+            return pass_s + self._draft_s(deepest, count) + self._other_s
+
         gains = [
-            self.acceptance.gains(request)[: max(seq.levels_left, 0)]
-            for request, seq in zip(requests, seqs, strict=True)
+            self._choose(seq, request, count, seconds) for seq, request in zip(seqs, requests, strict=True)
         ]
-        count, level_s = len(seqs), self._level(len(seqs))
-
-        def seconds(nodes: int, deepest: int) -> float:
-            draft_s = level_s * self.acceptance.levels_of(deepest)
-            return self.costs.seconds(batch_tokens + nodes, count) + draft_s + self._other_s
-
-        budgets = best_budgets(gains, seconds)
+        sources = [request.source for request in requests]
+        budgets = best_budgets(gains, sources, seconds)
         self._probe(requests, gains, budgets, seconds)
         return budgets
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Count what was judged and accepted, and time the pass and the draft."""
-        deepest, nodes, drafting, probing, steady = 0, 0, 0, 0, True
+        levels_of: dict[str, int] = {}  # by method
+        nodes, drafting, probing, steady = 0, 0, 0, True
         for output in outputs:
             request = self._requests[output.request_id]
-            drafted = len(output.parents)
-            if drafted:
+            drafted, source = len(output.parents), request.source
+            if drafted and source is not None:
                 levels = max(depths(output.parents))
-                self.acceptance.learn(request, drafted, levels, output.path)
-                deepest, nodes = max(deepest, levels), nodes + drafted
-                drafting, probing = drafting + 1, probing + request.probing
+                self._of(source).learn(request, drafted, levels, output.path)
+                levels_of[source.method] = max(levels, levels_of.get(source.method, 0))
+                nodes, drafting, probing = nodes + drafted, drafting + 1, probing + request.probing
                 steady &= request.idle == 0 and output.stats.steps > 1  # else the draft also caught up
             request.idle = 0 if drafted else request.idle + 1
         count = max(len(outputs), 1)
         if probing:
             extra_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)
             self._allowance_s -= (times.draft_s + extra_s) * probing / drafting
-        self._time(times, count, deepest, steady)
+        self._time(times, count)
+        if len(levels_of) == 1:
+            ((method, deepest),) = levels_of.items()
+            self._time_draft(method, count, times.draft_s / deepest, steady)
 
     def forget(self, request_id: str) -> None:
         """Drop what was learnt of a request."""
         self._requests.pop(request_id, None)
 
-    def _time(self, times: StepTimes, count: int, deepest: int, steady: bool) -> None:
+    def _of(self, source: Source) -> Acceptance:
+        if source not in self._acceptances:
+            self._acceptances[source] = Acceptance(source)
+        return self._acceptances[source]
+
+    def _choose(
+        self, seq: Sequence, request: Request, count: int, seconds: Callable[[int, Deepest], float]
+    ) -> list[float]:
+        """Choose the source that would give the most if all sequences had one alike, or one that was not
+        tried for long; return its gains.
+        """
+        best: list[float] = []
+        best_rate, request.source = 0.0, None
+        request.steps += 1
+        sources = (self.source,) if seq.sources is None else seq.sources
+        for source in sources:
+            gains = self._of(source).gains(request)[: max(seq.levels_left, 0)]
+            totals = accumulate(gains, initial=1.0)
+            rate = 0.0
+            if len(sources) > 1:
+                rate = max(total / seconds(n * count, {source: n}) for n, total in enumerate(totals))
+                if request.steps - request.chosen.get(source.method, 0) > _UNTRIED:
+                    rate = inf
+            if request.source is None or rate > best_rate:
+                best, best_rate, request.source = gains, rate, source
+        seq.source = request.source
+        if request.source is not None:
+            request.chosen[request.source.method] = request.steps
+        return best
+
+    def _draft_s(self, deepest: Deepest, count: int) -> float:
+        """Seconds of drafts of so many nodes, by source: those of one method are made together."""
+        levels: dict[str, float] = {}
+        for source, nodes in deepest.items():
+            its = self._of(source).levels_of(nodes)
+            levels[source.method] = max(its, levels.get(source.method, 0.0))
+        return sum(self._level(method, count) * its for method, its in levels.items())
+
+    def _time(self, times: StepTimes, count: int) -> None:
         if not self.costs.known:
             self._other_s = times.other_s
         self.costs.observe(times.rows, count, times.target_s)
         self._other_s += _LEARN * (times.other_s - self._other_s)
         self._allowance_s += _PROBES * (times.draft_s + times.target_s + times.other_s)
-        if not deepest:
-            return
-        found, size = times.draft_s / deepest, count.bit_length()
-        known = self._level_s.get(size)
-        if steady and known is None:
-            self._level_s[size] = found
-        elif known is not None and (steady or found < known):
-            self._level_s[size] += _LEARN * (found - known)
 
-    def _level(self, count: int) -> float:
+    def _time_draft(self, method: str, count: int, level_s: float, steady: bool) -> None:
+        known, size = self._level_s.setdefault(method, {}), count.bit_length()
+        if size not in known and steady:
+            known[size] = level_s
+        elif size in known and (steady or level_s < known[size]):
+            known[size] += _LEARN * (level_s - known[size])
+
+    def _level(self, method: str, count: int) -> float:
         """Seconds of one draft level for so many sequences."""
-        if not self._level_s:
+        known = self._level_s.get(method)
+        if not known:
             return 0.0
         size = count.bit_length()
-        return self._level_s[min(self._level_s, key=lambda known: abs(known - size))]
+        return known[min(known, key=lambda other: abs(other - size))]
 
     def _probe(
         self,
         requests: Seq[Request],
         gains: Seq[Seq[float]],
         budgets: list[int],
-        seconds: Callable[[int, int], float],
+        seconds: Callable[[int, Deepest], float],
     ) -> None:
         """Let those that were idle longest draft a little, as far as the allowance goes."""
         for request in requests:
             request.probing = False
-        one_s = seconds(_PROBE, _PROBE) - seconds(0, 0)
-        self._allowance_s = min(self._allowance_s, 2 * one_s)  # what was saved up long ago is gone
-        nodes, deepest, left_s = sum(budgets), max(budgets, default=0), self._allowance_s
+        nodes, left_s, deepest = sum(budgets), self._allowance_s, _deepest(requests, budgets)
+        most_s = 0.0
         for seq in sorted(range(len(requests)), key=lambda seq: -requests[seq].idle):
-            if budgets[seq] or not gains[seq] or not requests[seq].idle:
+            source = requests[seq].source
+            if budgets[seq] or not gains[seq] or not requests[seq].idle or source is None:
                 continue
-            cost_s = seconds(nodes + _PROBE, max(deepest, _PROBE)) - seconds(nodes, deepest)
+            deeper = {**deepest, source: max(_PROBE, deepest.get(source, 0))}
+            cost_s = seconds(nodes + _PROBE, deeper) - seconds(nodes, deepest)
+            most_s = max(most_s, cost_s)
             if cost_s > left_s:
-                return
+                break
             budgets[seq] = min(_PROBE, len(gains[seq]))
             requests[seq].probing = True
-            nodes, deepest, left_s = nodes + _PROBE, max(deepest, _PROBE), left_s - cost_s
+            nodes, deepest, left_s = nodes + _PROBE, deeper, left_s - cost_s
+        if most_s:
+            self._allowance_s = min(self._allowance_s, 2 * most_s)  # what was saved up long ago is gone
 
 
-def best_budgets(gains: Seq[Seq[float]], seconds: Callable[[int, int], float]) -> list[int]:
+def _deepest(requests: Seq[Request], budgets: Seq[int]) -> dict[Source, int]:
+    found: dict[Source, int] = {}
+    for request, budget in zip(requests, budgets, strict=True):
+        if budget and request.source is not None:
+            found[request.source] = max(budget, found.get(request.source, 0))
+    return found
+
+
+def best_budgets(
+    gains: Seq[Seq[float]], sources: Seq[Source | None], seconds: Callable[[int, Deepest], float]
+) -> list[int]:
     """Return how many nodes each sequence drafts for the most expected tokens per second.
 
     gains[seq][n]: what node n of a sequence adds to its tokens, never growing with n; without any node each
-    sequence emits one. seconds(nodes, deepest): the step's time with so many nodes in all and at most
-    `deepest` a sequence. All budgets are 0 where the best promises less than 1 % more than that.
+    sequence emits one. sources[seq]: what drafts them, None where nothing can. seconds(nodes, deepest): the
+    step's time with so many nodes in all and at most deepest[source] a sequence. All budgets are 0 where the
+    best promises less than 1 % more than that.
     """
     budgets = [0] * len(gains)
     if not gains:
         return budgets
     order = sorted((-gain, node, seq) for seq, some in enumerate(gains) for node, gain in enumerate(some))
-    emitted, deepest = float(len(gains)), 0
-    best_rate, best = _WORTHWHILE * emitted / seconds(0, 0), 0
-    for taken, (loss, node, _) in enumerate(order, start=1):
+    emitted, deepest = float(len(gains)), dict[Source, int]()
+    best_rate, best = _WORTHWHILE * emitted / seconds(0, {}), 0
+    for taken, (loss, node, seq) in enumerate(order, start=1):
+        source = sources[seq]
+        assert source is not None
         emitted -= loss
-        deepest = max(deepest, node + 1)
+        deepest[source] = max(node + 1, deepest.get(source, 0))
         rate = emitted / seconds(taken, deepest)
         if rate > best_rate:
             best_rate, best = rate, taken

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from foredraft.engine.kv import BLOCK, BlockPool
-from foredraft.engine.protocols import Controller, Proposer, StepTimes
+from foredraft.engine.protocols import Controller, Proposer, Sourced, StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.types import NO_DRAFT, Draft, StepOutput, Verdict
@@ -35,6 +35,10 @@ class Drafter:
         drafts = dict.fromkeys(seqs, NO_DRAFT)
         drafting = self._drafting(seqs)
         if drafting and self.controller is not None:
+            if isinstance(self.proposer, Sourced):
+                for seq in drafting:
+                    seq.sources = self.proposer.sources(seq)
+                    seq.source = next(iter(seq.sources), None)
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
             for seq, budget in zip(drafting, budgets, strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from foredraft.engine.batch import Batch
 from foredraft.engine.kv import KVCache
 from foredraft.engine.sequence import Sequence
-from foredraft.types import Draft, Needs, StepOutput, Verdict
+from foredraft.types import Draft, Needs, Source, StepOutput, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +83,23 @@ class Proposer(Protocol):
         """Drop what was kept for a request."""
 
 
+@runtime_checkable
+class Sourced(Protocol):
+    """A proposer with several ways to draft, or one that can tell how good its next draft will be."""
+
+    def sources(self, seq: Sequence) -> tuple[Source, ...]:
+        """Return the ways to draft for a sequence now: none where no guess can be made, the preferred first.
+        propose() follows seq.source.
+        """
+
+
 class Controller(Protocol):
     """Decides how many nodes each sequence may draft."""
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
-        """Return a budget a sequence; batch_tokens is how many rows the step feeds before any draft."""
+        """Return a budget a sequence; batch_tokens is how many rows the step feeds before any draft. May
+        set seq.source to another of seq.sources.
+        """
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Learn what a step gave and took."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from foredraft.engine.kv import BlockTable
 from foredraft.sampling import Noise
-from foredraft.types import Grammar, SamplingParams, SpecStats, TextSink
+from foredraft.types import Grammar, SamplingParams, Source, SpecStats, TextSink
 
 
 @dataclass(slots=True, eq=False)
@@ -27,6 +27,8 @@ class Sequence:
     remembered: int = 0  # how many of its blocks the pool knows by key
     table: BlockTable = field(default_factory=BlockTable)
     stats: SpecStats = field(default_factory=SpecStats)
+    sources: tuple[Source, ...] | None = None  # ways to draft in this step; None: the proposer has just one
+    source: Source | None = None  # the one that is to draft
 
     @property
     def output(self) -> list[int]:

@@ -1,6 +1,7 @@
 """Drafting methods: one file each, one signature."""
 
 from foredraft.propose.draft_model import DraftModelProposer
+from foredraft.propose.either import EitherProposer
 from foredraft.propose.factory import Drafting, LoadedDraft, draft_dir, load_draft, make_drafting
 from foredraft.propose.ngram import NgramProposer
 from foredraft.propose.suffix import SuffixProposer
@@ -8,6 +9,7 @@ from foredraft.propose.suffix import SuffixProposer
 __all__ = [
     "DraftModelProposer",
     "Drafting",
+    "EitherProposer",
     "LoadedDraft",
     "NgramProposer",
     "SuffixProposer",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from foredraft import zoo
-from foredraft.control import PRIOR, AcceptanceBudget, FixedBudget, pass_costs
+from foredraft.control import AcceptanceBudget, FixedBudget, pass_costs
 from foredraft.engine.protocols import Controller, Proposer
 from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models import HFCausal, load_target
@@ -16,18 +16,19 @@ from foredraft.models.checkpoint import is_head, target_facts
 from foredraft.models.formats.files import read_json
 from foredraft.propose.distilled import complete, is_distilled
 from foredraft.propose.draft_model import DraftModelProposer
+from foredraft.propose.either import EitherProposer
 from foredraft.propose.heads import EagleDraft, MedusaDraft, load_head, target_record
-from foredraft.propose.ngram import NgramProposer
+from foredraft.propose.ngram import LONGEST, NgramProposer
 from foredraft.propose.suffix import MEMORY_TOKENS, SuffixProposer
 from foredraft.propose.vocabulary import check_same_vocabulary
+from foredraft.types import Source
 
-_LOOKUPS: dict[str, Callable[[], Proposer]] = {
+_LOOKUPS: dict[str, Callable[[], NgramProposer | SuffixProposer]] = {
     "ngram": NgramProposer,
     "suffix": SuffixProposer,
     "suffix-shared": lambda: SuffixProposer(memory_tokens=MEMORY_TOKENS),
 }
-_LONGEST = {"lookup": 15, "model": 8, "head": 15}  # longest draft that "auto" chooses
-
+_LONGEST_CHAIN, _LONGEST_TREE = 8, 15  # most nodes that "auto" lets a model or head draft
 
 LoadedDraft = HFCausal | EagleDraft | MedusaDraft
 
@@ -43,11 +44,12 @@ class Drafting:
 def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) -> LoadedDraft | None:
     """Load the head or model that `draft` names; None if it names neither.
 
-    "eagle", "medusa" and "distilled" are what is shipped for the target. Raises ConfigError if nothing is
-    shipped or the vocabulary of a model is not the target's, CheckpointError for a head that does not fit, or
-    what loading a model raises.
+    "eagle", "medusa" and "distilled" are what is shipped for the target; of "eagle+suffix" it is the head.
+    Raises ConfigError if nothing is shipped or the vocabulary of a model is not the target's, CheckpointError
+    for a head that does not fit, or what loading a model raises.
     """
-    if draft is None or draft in ("none", *_LOOKUPS):
+    _, draft = _parts(draft)
+    if draft is None:
         return None
     dtype = str(target.dtype).removeprefix("torch.")
     path = draft_dir(draft, target)
@@ -73,7 +75,8 @@ def make_drafting(
     target: HFCausal | None = None,
 ) -> Drafting:
     """Return the drafting of `draft`: None or "none", "ngram", "suffix" (over the request's own text),
-    "suffix-shared" (over earlier answers too), or the name of `model`, as load_draft returned it.
+    "suffix-shared" (over earlier answers too), the name of `model`, as load_draft returned it, or that name
+    and a lookup's, joined by "+": then each step drafts by what promises more.
 
     A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
     only. target: whose passes are timed for budget "auto"; without one they are guessed at first. Raises
@@ -83,23 +86,52 @@ def make_drafting(
         raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
     if tree is not None and not isinstance(model, HFCausal):
         raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
-    if isinstance(model, EagleDraft | MedusaDraft):
-        proposer: Proposer = model.proposer(kv_tokens)
-        longest = _LONGEST["head"]
-    elif model is not None:
-        proposer = DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
-        longest = sum(tree) if tree else _LONGEST["model"]
-    elif draft in _LOOKUPS:
-        proposer, longest = _LOOKUPS[str(draft)](), _LONGEST["lookup"]
+    name, other = _parts(draft)
+    lookup = None if name is None else _LOOKUPS[name]()
+    if model is None or other is None:
+        proposer: Proposer | None = lookup
+        source = Source(LONGEST)
     else:
+        source = _source(model, tree, None if target is None else draft_dir(other, target))
+        proposer = _proposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
+        if lookup is not None:
+            proposer = EitherProposer(lookup, proposer, source)
+    if proposer is None:
         return Drafting()
     if budget != "auto":
         return Drafting(proposer, FixedBudget(budget))
     costs = None if target is None else pass_costs(target, target.name)
-    known = None if target is None or model is None else _first_accepted(draft_dir(str(draft), target))
+    return Drafting(proposer, AcceptanceBudget(source, costs=costs))
+
+
+def _parts(draft: str | Path | None) -> tuple[str | None, str | Path | None]:
+    """Return the lookup and the head or model that a draft names."""
+    if draft is None or draft == "none":
+        return None, None
+    if draft in _LOOKUPS:
+        return str(draft), None
+    first, _, last = str(draft).rpartition("+")
+    if first and last in _LOOKUPS:
+        return last, first
+    first, _, last = str(draft).partition("+")
+    return (first, last) if last and first in _LOOKUPS else (None, draft)
+
+
+def _proposer(
+    model: LoadedDraft, *, vocab_size: int, kv_tokens: int, tree: tuple[int, ...] | None
+) -> Proposer:
+    if isinstance(model, EagleDraft | MedusaDraft):
+        return model.proposer(kv_tokens)
+    return DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
+
+
+def _source(model: LoadedDraft, tree: tuple[int, ...] | None, path: Path | None) -> Source:
+    """Return how a model drafts, and what its training says of that."""
     is_tree = tree is not None or isinstance(model, EagleDraft | MedusaDraft)
-    prior = PRIOR if known is None else known
-    return Drafting(proposer, AcceptanceBudget(longest=longest, costs=costs, prior=prior, tree=is_tree))
+    longest = sum(tree) if tree else _LONGEST_TREE if is_tree else _LONGEST_CHAIN
+    known = None if path is None else _first_accepted(path)
+    source = Source(longest, tree=is_tree)
+    return source if known is None else replace(source, prior=known)
 
 
 def _first_accepted(path: Path) -> float | None:

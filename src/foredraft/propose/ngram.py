@@ -11,7 +11,10 @@ from torch import Tensor
 
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
-from foredraft.types import NO_DRAFT, Draft, Needs, Verdict, chain
+from foredraft.types import NO_DRAFT, Draft, Needs, Source, Verdict, chain
+
+LOOKUP = "lookup"  # the method of sources that look up what the text repeats
+LONGEST = 15  # nodes of a lookup's draft that are ever worth their rows
 
 
 @dataclass(slots=True)
@@ -52,12 +55,19 @@ class NgramProposer:
             self._one(seq, min(budget, seq.levels_left)) for seq, budget in zip(seqs, budgets, strict=True)
         ]
 
-    def _one(self, seq: Sequence, length: int) -> Draft:
+    def sources(self, seq: Sequence) -> tuple[Source, ...]:
+        """Return the lookup, graded by the size of the match; none without one."""
+        size, _ = longest_match(seq.tokens, self._ends(seq))
+        return (Source(LONGEST, prior=size / (size + 1), method=LOOKUP, grade=size),) if size else ()
+
+    def _ends(self, seq: Sequence) -> dict[int, dict[tuple[int, ...], int]]:
         index = self._indexes.setdefault(seq.request_id, _Index({size: {} for size in self.sizes}))
         index.extend(seq.tokens)
-        if length <= 0:
-            return NO_DRAFT
-        guess = continuation(seq.tokens, index.ends, length)
+        return index.ends
+
+    def _one(self, seq: Sequence, length: int) -> Draft:
+        ends = self._ends(seq)
+        guess = continuation(seq.tokens, ends, length) if length > 0 else []
         return chain(guess) if guess else NO_DRAFT
 
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
@@ -68,14 +78,22 @@ class NgramProposer:
         self._indexes.pop(request_id, None)
 
 
+def longest_match(tokens: Seq[int], ends: dict[int, dict[tuple[int, ...], int]]) -> tuple[int, int]:
+    """Return the size of the longest known gram that ends the text, and where it last ended; zeros if none
+    does.
+    """
+    for size, known in ends.items():
+        stop = known.get(tuple(tokens[-size:])) if len(tokens) > size else None
+        if stop is not None:
+            return size, stop
+    return 0, 0
+
+
 def continuation(tokens: Seq[int], ends: dict[int, dict[tuple[int, ...], int]], length: int) -> list[int]:
     """Return up to `length` tokens that followed the longest known gram that ends the text.
 
     A copy that runs into the end of the text goes on with its own beginning, so a loop is drafted whole.
     """
-    for size, known in ends.items():
-        stop = known.get(tuple(tokens[-size:])) if len(tokens) > size else None
-        if stop is not None:
-            period = len(tokens) - stop
-            return [tokens[stop + i % period] for i in range(length)]
-    return []
+    _, stop = longest_match(tokens, ends)
+    period = len(tokens) - stop
+    return [tokens[stop + i % period] for i in range(length)] if stop else []

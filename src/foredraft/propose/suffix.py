@@ -18,7 +18,8 @@ from torch import Tensor
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.propose.automaton import Place, SuffixAutomaton
-from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
+from foredraft.propose.ngram import LONGEST, LOOKUP
+from foredraft.types import NO_DRAFT, Draft, Needs, Source, Verdict
 
 DEPTH = 24  # longest match, in tokens
 _DOUBT = 2.0  # what follows a match of n tokens is weighed against _DOUBT / n sightings of something else
@@ -26,6 +27,10 @@ _LEAST = 0.1  # chance below which a guess is not worth its row
 _MANY = 64  # different tokens behind a match, from which on it says too little to be looked through
 _END = -1  # stands behind every remembered answer
 MEMORY_TOKENS = 200_000  # about 100 MB
+_GRADES = 5
+_SOURCES = tuple(
+    Source(LONGEST, prior=(grade + 0.5) / _GRADES, method=LOOKUP, grade=grade) for grade in range(_GRADES)
+)
 
 
 @dataclass(slots=True)
@@ -84,15 +89,29 @@ class SuffixProposer:
         """Return one tree a sequence, empty where nothing is likely enough."""
         return [self._one(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
 
-    def _one(self, seq: Sequence, budget: int) -> Draft:
+    def sources(self, seq: Sequence) -> tuple[Source, ...]:
+        """Return the lookup, graded by the chance of the likeliest next token; none if no draft would be
+        made.
+        """
+        nexts = [continuations(known, known.find(seq.tokens))[1] for known in self._known(seq)]
+        chance = max(
+            (share for shares in nexts for token, share in shares.items() if token != _END), default=0
+        )
+        return (_SOURCES[int(chance * _GRADES)],) if chance >= _LEAST else ()
+
+    def _known(self, seq: Sequence) -> list[SuffixAutomaton]:
+        """Return the automaton of the request's text, brought up to date, and those of earlier answers."""
         if seq.request_id not in self._states:
             self._states[seq.request_id] = _State(seq, SuffixAutomaton(DEPTH))
         own = self._states[seq.request_id].known
         own.extend(seq.tokens[len(own) :])
+        return [own, *self._memory.halves] if self._memory else [own]
+
+    def _one(self, seq: Sequence, budget: int) -> Draft:
+        known = self._known(seq)
         if min(budget, seq.levels_left) <= 0:
             return NO_DRAFT
-        sources = [own, *self._memory.halves] if self._memory else [own]
-        found = [grow(source, source.find(seq.tokens), budget, seq.levels_left) for source in sources]
+        found = [grow(source, source.find(seq.tokens), budget, seq.levels_left) for source in known]
         best = max(found, key=lambda growth: growth.expected)
         return Draft(torch.tensor(best.tokens), tuple(best.parents)) if best.tokens else NO_DRAFT
 
