@@ -6,15 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
+import torch
+
 from fakes import ContextTarget, RandomProposer
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig, decide, engine
 from foredraft.measure.engine_arm import params_of
 from foredraft.measure.subjects import EngineSubject
 from foredraft.sampling import draw
-from foredraft.types import SamplingParams, Verdict
+from foredraft.types import NO_DRAFT, SamplingParams, Verdict, chain
 
-VOCAB = 7
+VOCAB = 20
 BODIES = [{"prompt": text, "max_tokens": 24, "temperature": 0} for text in ("abc", "dada", "gfe")]
 
 
@@ -56,17 +58,38 @@ class Faulty:
     def add(self, prompt: Any, params: Any) -> str:
         return self.right.add(prompt, params)
 
+    @property
+    def drafter(self) -> Any:
+        return self.right.drafter
+
+    @drafter.setter
+    def drafter(self, drafter: Any) -> None:
+        self.right.drafter = drafter
+
     def step(self) -> Any:
         with mock.patch.multiple(self.patches[0][0], **{name: new for _, name, new in self.patches}):
             return self.right.step()
 
 
-def subject(name: str, *, drafts: bool, fault: str | None = None, seed: int = 0) -> EngineSubject:
+class Flat(Likeliest):
+    """Guesses drawn from one flat law."""
+
+    def _one(self, seq: Any, budget: int) -> Any:
+        count = max(0, min(budget, seq.levels_left))
+        law = torch.full((VOCAB,), 1 / VOCAB)
+        noise = seq.noise.fork("draft")
+        tokens = [draw(law, noise, len(seq.tokens) + depth) for depth in range(count)]
+        return chain(tokens, law.expand(count + 1, VOCAB), "iid") if count else NO_DRAFT
+
+
+def subject(
+    name: str, *, drafts: bool, fault: str | None = None, seed: int = 0, drawn: bool = False
+) -> EngineSubject:
     """An engine over a fake target that depends on its last two tokens."""
     target = ContextTarget(VOCAB, seed=seed, order=2, sharpness=1.5)
     right = Engine(
         target,
-        Likeliest(target, chain=True) if drafts else None,
+        (Flat(target, draw="iid") if drawn else Likeliest(target, chain=True)) if drafts else None,
         config=EngineConfig(max_seqs=64, max_len=64, max_batch_tokens=256, kv_tokens=64 * 96),
         controller=FixedBudget(3) if drafts else None,
         make_sink=lambda params: Letters(params.stop),
@@ -124,7 +147,7 @@ right_cut, right_logprobs = engine.cut, engine.emitted_logprobs
 _NO_HISTORY: Callable[[Any], bool] = lambda params: False  # noqa: E731
 FAULTS: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "three in a hundred": [(decide, "verify_matched", biased(0.03))],
-    "twenty in a hundred": [(decide, "verify_matched", biased(0.2))],
+    "half": [(decide, "verify_matched", biased(0.5))],
     "ignored penalty": [(decide.sampling, "needs_history", _NO_HISTORY)],
     "wrong bonus row": [(decide, "verify_greedy", _wrong_bonus)],
     "stop overrun": [(engine, "cut", _overrun)],

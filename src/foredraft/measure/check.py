@@ -7,13 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from foredraft.measure.greedy import GreedyFinding, check_greedy
-from foredraft.measure.laws import LawTest, detectable, looks, spent, tree_test
 from foredraft.measure.parameters import ParameterFinding, check_parameters
-from foredraft.measure.subjects import Answered, Subject
+from foredraft.measure.sampled import SampledFinding, check_sampled, choose
+from foredraft.measure.subjects import Subject
 
-_POWER = 0.9
-_SHORT = 6  # tokens of a sampled answer
-_BATCH = 256  # answers asked for at once
 _DIFFERS = ("difference", "ignored")
 
 
@@ -28,26 +25,6 @@ class Plan:
     answers: int = 400
     parameters: int = 2
     alpha: float = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class SampledFinding:
-    """What the distribution test saw. differs: at the stated error rate. detectable: the shift of one token's
-    probability that would have been found with the stated power.
-    """
-
-    differs: bool
-    answers: int
-    prompts: int
-    looks: int
-    statistic: float
-    dof: int
-    toward: float
-    pvalue: float
-    alpha: float
-    power: float
-    detectable: float
-    refused: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +79,7 @@ class Certificate:
         lines += [_greedy_line(finding) for finding in self.greedy if finding.judged != "same"]
         lines += [f"in float32:{_greedy_line(finding)}" for finding in self.float32]
         if self.sampled is not None:
-            lines.append(_sampled_line(self.sampled))
+            lines += self.sampled.lines()
         lines += [
             f"{f.parameter}: {f.outcome}" + (f" ({f.detail})" if f.detail else "") for f in self.parameters
         ]
@@ -114,17 +91,6 @@ def _greedy_line(finding: GreedyFinding) -> str:
         return f"  {finding.where}: {finding.judged} {finding.variant}".rstrip()
     gap = f"{finding.gap:.3g} nats apart" if finding.gap is not None else "with unknown gap"
     return f"  {finding.where}: {finding.judged} at token {finding.at}, {gap}, noise {finding.noise:.2g}"
-
-
-def _sampled_line(found: SampledFinding) -> str:
-    if found.refused:
-        return f"sampled: refused, {found.refused}"
-    what = "the distributions DIFFER" if found.differs else "no difference"
-    return (
-        f"sampled: {what}, p = {found.pvalue:.2g} after {found.answers} answers a side and prompt "
-        f"({found.prompts} prompts, look {found.looks}); a false alarm has chance {found.alpha:g}, a shift "
-        f"of {found.detectable:.3f} in one token's probability would be found with chance {found.power:g}"
-    )
 
 
 def run_check(
@@ -143,68 +109,6 @@ def run_check(
     parameters = check_parameters(baseline, variant, plain[: plan.parameters], noise)
     sampled = None
     if plan.sampled and plan.answers:
-        sampled = check_sampled(baseline, variant, plain[: plan.sampled], plan, on_part)
+        chosen = choose(baseline, variant, plain, plan.sampled)
+        sampled = check_sampled(baseline, variant, chosen, plan.answers, plan.alpha, on_part)
     return Certificate(baseline.name, variant.name, tuple(greedy), sampled, tuple(parameters))
-
-
-def check_sampled(
-    baseline: Subject,
-    variant: Subject,
-    bodies: Sequence[Mapping[str, Any]],
-    plan: Plan,
-    on_part: Callable[[str], None],
-) -> SampledFinding:
-    """Draw short answers from both and compare their laws, at looks that stop as soon as they differ."""
-    sizes = looks(plan.answers)
-    samples: list[tuple[list[Any], list[Any]]] = [([], []) for _ in bodies]
-    found = LawTest(0.0, 0, 0.0, 1.0)
-    refused = ""
-    done, share = 0, 0.0
-    for size, share in zip(sizes, spent(sizes, plan.alpha), strict=True):
-        on_part(f"sampled answers, {size} of {sizes[-1]}")
-        for body, pair in zip(bodies, samples, strict=True):
-            refused = refused or _draw(baseline, body, pair[0], size, 0)
-            refused = refused or _draw(
-                variant, body, pair[1], size, 1
-            )  # other seeds: the sides must not share
-        found, done = tree_test(samples), done + 1
-        if refused or found.pvalue < share:
-            break
-    count = len(samples[0][1])
-    return SampledFinding(
-        differs=found.pvalue < share,
-        answers=count,
-        prompts=len(bodies),
-        looks=done,
-        statistic=found.statistic,
-        dof=found.dof,
-        toward=found.toward,
-        pvalue=found.pvalue,
-        alpha=plan.alpha,
-        power=_POWER,
-        detectable=detectable(max(count, 1), plan.alpha, _POWER),
-        refused=refused,
-    )
-
-
-def _draw(subject: Subject, body: Mapping[str, Any], into: list[Any], size: int, side: int) -> str:
-    """Add answers up to `size`; return why not, if they are refused."""
-    said = {name: body[name] for name in ("messages", "prompt") if name in body}
-    temperature = float(body.get("temperature") or 0.0) or 1.0
-    while len(into) < size:
-        seeds = range(len(into), min(size, len(into) + _BATCH))
-        asked = [
-            {**said, "temperature": temperature, "max_tokens": _SHORT, "seed": 2 * seed + side, "logprobs": 0}
-            for seed in seeds
-        ]
-        for answer in subject.ask(asked, together=True):
-            if answer.refused:
-                return answer.refused
-            into.append(_units(answer))
-    return ""
-
-
-def _units(answer: Answered) -> tuple[Any, ...]:
-    """An answer as tokens, or words where they are not told; its end counts as one."""
-    units = answer.tokens if answer.tokens is not None else tuple(answer.text.split(" "))
-    return (*units, None) if answer.finish == "stop" else tuple(units)
