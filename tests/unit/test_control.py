@@ -167,17 +167,20 @@ def test_best_budgets_are_the_best() -> None:
     gains = [[rate ** (node + 1) for node in range(4)] for rate in rates]
     source = Source(4)
 
-    def seconds(nodes: int, deepest: Mapping[Source, int]) -> float:
-        return 1 + 0.08 * nodes + 0.05 * deepest.get(source, 0)
+    def pass_s(nodes: int) -> float:
+        return 1 + 0.08 * nodes
+
+    def draft_s(deepest: Mapping[Source, int]) -> float:
+        return 0.05 * deepest.get(source, 0)
 
     def speed(budgets: tuple[int, ...]) -> float:
         emitted = 3 + sum(sum(some[:budget]) for some, budget in zip(gains, budgets, strict=True))
-        return emitted / seconds(sum(budgets), {source: max(budgets)})
+        return emitted / (pass_s(sum(budgets)) + draft_s({source: max(budgets)}))
 
-    found = best_budgets(gains, [source] * 3, seconds)
+    found = best_budgets(gains, [source] * 3, pass_s, draft_s)
     assert speed(tuple(found)) == pytest.approx(max(map(speed, product(range(5), repeat=3))), rel=0.01)
-    assert best_budgets(gains, [source] * 3, lambda nodes, deepest: 1 + nodes) == [0, 0, 0]
-    assert best_budgets([], [], seconds) == []
+    assert best_budgets(gains, [source] * 3, lambda nodes: 1 + nodes, draft_s) == [0, 0, 0]
+    assert best_budgets([], [], pass_s, draft_s) == []
 
 
 def test_trees_are_judged_by_their_nodes() -> None:

@@ -66,16 +66,20 @@ class AcceptanceBudget:
         requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
         count = len(seqs)
 
-        def seconds(nodes: int, deepest: Deepest) -> float:
-            pass_s = self.costs.seconds(batch_tokens + nodes, count)
-            return pass_s + self._draft_s(deepest, count) + self._other_s
+        def pass_s(nodes: int) -> float:
+            return self.costs.seconds(batch_tokens + nodes, count) + self._other_s
 
-        gains = [
-            self._choose(seq, request, count, seconds) for seq, request in zip(seqs, requests, strict=True)
-        ]
-        sources = [request.source for request in requests]
-        budgets = best_budgets(gains, sources, seconds)
-        self._probe(requests, gains, budgets, seconds)
+        def draft_s(deepest: Deepest) -> float:
+            return self._draft_s(deepest, count)
+
+        alike_s: dict[Source, list[float]] = {}  # the step's time if all draft 0, 1, 2 … nodes of a source
+        for source in {source for seq in seqs for source in seq.sources or ()}:
+            sizes = range(source.longest + 1)
+            alike_s[source] = [pass_s(nodes * count) + draft_s({source: nodes}) for nodes in sizes]
+        pairs = zip(seqs, requests, strict=True)
+        gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
+        budgets = best_budgets(gains, [request.source for request in requests], pass_s, draft_s)
+        self._probe(requests, gains, budgets, lambda nodes, deepest: pass_s(nodes) + draft_s(deepest))
         return budgets
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
@@ -110,9 +114,7 @@ class AcceptanceBudget:
             self._acceptances[source] = Acceptance(source)
         return self._acceptances[source]
 
-    def _choose(
-        self, seq: Sequence, request: Request, count: int, seconds: Callable[[int, Deepest], float]
-    ) -> list[float]:
+    def _choose(self, seq: Sequence, request: Request, alike_s: Mapping[Source, Seq[float]]) -> list[float]:
         """Choose the source that would give the most if all sequences had one alike, or one that was not
         tried for long; return its gains.
         """
@@ -122,10 +124,10 @@ class AcceptanceBudget:
         sources = (self.source,) if seq.sources is None else seq.sources
         for source in sources:
             gains = self._of(source).gains(request)[: max(seq.levels_left, 0)]
-            totals = accumulate(gains, initial=1.0)
             rate = 0.0
             if len(sources) > 1:
-                rate = max(total / seconds(n * count, {source: n}) for n, total in enumerate(totals))
+                totals = accumulate(gains, initial=1.0)
+                rate = max(total / s for total, s in zip(totals, alike_s[source], strict=False))
                 if request.steps - request.chosen.get(source.method, 0) > _UNTRIED:
                     rate = inf
             if request.source is None or rate > best_rate:
@@ -202,27 +204,33 @@ def _deepest(requests: Seq[Request], budgets: Seq[int]) -> dict[Source, int]:
 
 
 def best_budgets(
-    gains: Seq[Seq[float]], sources: Seq[Source | None], seconds: Callable[[int, Deepest], float]
+    gains: Seq[Seq[float]],
+    sources: Seq[Source | None],
+    pass_s: Callable[[int], float],
+    draft_s: Callable[[Deepest], float],
 ) -> list[int]:
     """Return how many nodes each sequence drafts for the most expected tokens per second.
 
     gains[seq][n]: what node n of a sequence adds to its tokens, never growing with n; without any node each
-    sequence emits one. sources[seq]: what drafts them, None where nothing can. seconds(nodes, deepest): the
-    step's time with so many nodes in all and at most deepest[source] a sequence. All budgets are 0 where the
-    best promises less than 1 % more than that.
+    sequence emits one. sources[seq]: what drafts them, None where nothing can. pass_s: seconds of a step
+    with so many nodes in all, without the draft; draft_s: of drafts of at most deepest[source] nodes a
+    sequence. All budgets are 0 where the best promises less than 1 % more than that.
     """
     budgets = [0] * len(gains)
     if not gains:
         return budgets
     order = sorted((-gain, node, seq) for seq, some in enumerate(gains) for node, gain in enumerate(some))
-    emitted, deepest = float(len(gains)), dict[Source, int]()
-    best_rate, best = _WORTHWHILE * emitted / seconds(0, {}), 0
+    emitted, drafting_s = float(len(gains)), 0.0
+    deepest: dict[Source, int] = {}
+    best_rate, best = _WORTHWHILE * emitted / pass_s(0), 0
     for taken, (loss, node, seq) in enumerate(order, start=1):
         source = sources[seq]
         assert source is not None
         emitted -= loss
-        deepest[source] = max(node + 1, deepest.get(source, 0))
-        rate = emitted / seconds(taken, deepest)
+        if node >= deepest.get(source, 0):
+            deepest[source] = node + 1
+            drafting_s = draft_s(deepest)
+        rate = emitted / (pass_s(taken) + drafting_s)
         if rate > best_rate:
             best_rate, best = rate, taken
     for _, _, seq in order[:best]:
