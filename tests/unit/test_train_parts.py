@@ -8,13 +8,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from accelerate.utils import DistributedType
 from torch import nn
 
 import tiny_tokenizers
+from foredraft.errors import ConfigError
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
+from foredraft.train import processes
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch, stack
 from foredraft.train.eagle import EagleLoss
@@ -92,6 +96,13 @@ with Progress(disable=True) as progress:
     record = run.train("medusa2", [Path(prompts)], model, Path(out), options, progress)
 print(json.dumps(record), flush=True)
 """
+
+
+def test_a_launcher_that_shards_the_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(distributed_type=DistributedType.FSDP)
+    monkeypatch.setattr(processes, "Accelerator", lambda **_: found)
+    with pytest.raises(ConfigError, match=r"FSDP is not supported.*--multi_gpu"):
+        processes.processes()
 
 
 def test_two_processes_learn_one_draft(tmp_path: Path) -> None:
