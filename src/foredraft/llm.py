@@ -19,7 +19,7 @@ from foredraft import zoo
 from foredraft.engine import Engine, EngineConfig
 from foredraft.errors import CapacityError, ConfigError, ModelError
 from foredraft.models import HFCausal, load_target
-from foredraft.propose import LoadedDraft, load_draft, make_drafting
+from foredraft.propose import LoadedDraft, best_draft, load_draft, make_drafting
 from foredraft.text import Detokenizer, Message, TextStream, encode_chat
 from foredraft.types import MAX_SEED, Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
 
@@ -35,13 +35,13 @@ class LLM:
     `model` and `draft`: a zoo name, a directory, a Hugging Face id; `draft` also "ngram", "suffix",
     "suffix-shared" (looks through earlier answers too), "eagle", "medusa" or "distilled" (where shipped for
     the model; a directory may hold such a draft too), one of those and a lookup, as "eagle+suffix" (each
-    step drafts by what promises more), or None (plain decoding). `dtype`: "auto" (as stored, where that is
-    fast), "float32", "bfloat16" or "float16". `budget`: the most nodes drafted per sequence and step, or
-    "auto". `max_seqs` requests run at once, others wait. `max_len`: prompt and answer in tokens, at most
-    (None: the model's context, or what the cache holds). `kv_gb`: memory for the KV caches in 10^9 bytes.
-    `max_batch_tokens`: prompt tokens fed per step. `tree`: for a draft
-    model, the nodes of each level of a tree drafted instead of a chain. `prefix_cache`: a request that
-    begins like an earlier one reuses its cache; turn it off to time requests one by one.
+    step drafts by what promises more), "auto" (the best that is shipped), or None (plain decoding). `dtype`:
+    "auto" (as stored, where that is fast), "float32", "bfloat16" or "float16". `budget`: the most nodes
+    drafted per sequence and step, or "auto". `max_seqs` requests run at once, others wait. `max_len`: prompt
+    and answer in tokens, at most (None: the model's context, or what the cache holds). `kv_gb`: memory for
+    the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step. `tree`: for a draft model,
+    the nodes of each level of a tree drafted instead of a chain. `prefix_cache`: a request that begins like
+    an earlier one reuses its cache; turn it off to time requests one by one.
 
     Raises ModelError, CheckpointError or DownloadError if model or draft cannot be had or run, ConfigError or
     CapacityError for options. One thread may use it at a time; streams and calls may interleave.
@@ -68,11 +68,12 @@ class LLM:
             raise ModelError(f"{self.model_path} is a draft that has part of its vocabulary only: no target")
         self.dtype = str(target.dtype).removeprefix("torch.")
         self.tokenizer = load_tokenizer(self.model_path)
-        draft_model = load_draft(draft, target=target, tokenizer=self.tokenizer)
+        self.draft = best_draft(target) if draft == "auto" else str(draft or "none")
+        draft_model = load_draft(self.draft, target=target, tokenizer=self.tokenizer)
         self.max_len, kv_tokens = _sizes(target, draft_model, max_seqs, max_len, kv_gb)
         detokenizer = Detokenizer(self.tokenizer)
         drafting = make_drafting(
-            draft,
+            self.draft,
             draft_model,
             vocab_size=target.vocab_size,
             kv_tokens=kv_tokens,

@@ -18,7 +18,7 @@ def plain() -> LLM:
     return LLM("smollm2-135m", dtype="float32", kv_gb=1)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "auto"])
 def test_shipped_heads(kind: str, plain: LLM) -> None:
     drafted = LLM("smollm2-135m", kind, dtype="float32", kv_gb=1, budget=6)
     prompts = [prompt.text for prompt in demo_prompts()][:4]
@@ -29,6 +29,7 @@ def test_shipped_heads(kind: str, plain: LLM) -> None:
         wanted, found = plain.generate(prompts, params), drafted.generate(prompts, params)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
     assert drafted.engine.stats.accept_rate > 0.1
+    assert drafted.draft == {"auto": "eagle+suffix"}.get(kind, kind)
 
 
 @pytest.mark.parametrize("kind", ["eagle", "medusa"])

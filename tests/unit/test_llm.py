@@ -53,6 +53,12 @@ def test_drafting_changes_no_token(llm: LLM, model: Path) -> None:
     assert sum(c.stats.drafted for c in plain) == 0
 
 
+def test_auto_is_a_lookup_where_nothing_is_shipped(llm: LLM, model: Path) -> None:
+    drafted = LLM(model, draft="auto", kv_gb=0.02)
+    assert (drafted.draft, llm.draft) == ("suffix", "ngram")
+    assert drafted.generate("one two three")[0].stats.emitted > 0
+
+
 def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
     ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
     assert [c.text for c in llm.generate(ids, GREEDY)] == [c.text for c in llm.generate(PROMPTS, GREEDY)]

@@ -34,7 +34,7 @@ def demo(
     foredraft demo --dtype float32 --json > demo.json
     """
     if loading.draft == "none":
-        raise ConfigError("--draft none leaves nothing to compare with: use ngram or a draft model")
+        raise ConfigError("--draft none leaves nothing to compare with: use auto, ngram or a draft model")
     from foredraft.types import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens)
@@ -70,7 +70,7 @@ def _print_table(loading: Loading, llm: LLM, pairs: list[Pair]) -> None:
 
     from foredraft.demo import demo_table, mean_speedup
 
-    print(f"{loading.model}, {llm.dtype}, draft {loading.draft}, greedy, one request at a time")
+    print(f"{loading.model}, {llm.dtype}, draft {llm.draft}, greedy, one request at a time")
     Console().print(demo_table(pairs))
     for place, pair in enumerate(pairs, 1):
         if pair.comparison.identical != "yes":
@@ -89,7 +89,7 @@ def _print_record(loading: Loading, llm: LLM, max_tokens: int, pairs: list[Pair]
     settings = {
         "version": foredraft.__version__,
         "model": loading.model,
-        "draft": loading.draft,
+        "draft": llm.draft,
         "budget": loading.budget,
         "dtype": llm.dtype,
         "max_tokens": max_tokens,

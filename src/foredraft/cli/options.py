@@ -34,11 +34,11 @@ class Loading:
         str,
         _option(
             MODEL,
-            "none, ngram, suffix, suffix-shared (looks through earlier answers too), eagle, medusa, the "
-            "directory of a draft, a smaller model named as --model is, or one of those with a lookup, as "
-            "eagle+suffix.",
+            "auto (the best that is shipped), none, ngram, suffix, suffix-shared (looks through earlier "
+            "answers too), eagle, medusa, the directory of a draft, a smaller model named as --model is, or "
+            "one of those with a lookup, as eagle+suffix.",
         ),
-    ] = "ngram"
+    ] = "auto"
     budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
         "auto"
     )

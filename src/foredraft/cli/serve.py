@@ -154,8 +154,8 @@ def _run(
     log_as_json(address.log_level)
     host, port = listener.getsockname()[:2]
     shown = f"[{host}]" if ":" in host else host
-    note(f"{config.model_name} at http://{shown}:{port}, draft {loading.draft}; Ctrl-C ends")
-    server = make_server(create_app(service, draft=loading.draft), service)
+    note(f"{config.model_name} at http://{shown}:{port}, draft {llm.draft}; Ctrl-C ends")
+    server = make_server(create_app(service, draft=llm.draft), service)
     # uvicorn raises the signal that ended it once more: SIGTERM is a regular end, Ctrl-C an interrupt.
     signal.signal(signal.SIGTERM, lambda *_: None)
     server.run(sockets=[listener])

@@ -2,7 +2,14 @@
 
 from foredraft.propose.draft_model import DraftModelProposer
 from foredraft.propose.either import EitherProposer
-from foredraft.propose.factory import Drafting, LoadedDraft, draft_dir, load_draft, make_drafting
+from foredraft.propose.factory import (
+    Drafting,
+    LoadedDraft,
+    best_draft,
+    draft_dir,
+    load_draft,
+    make_drafting,
+)
 from foredraft.propose.ngram import NgramProposer
 from foredraft.propose.suffix import SuffixProposer
 
@@ -13,6 +20,7 @@ __all__ = [
     "LoadedDraft",
     "NgramProposer",
     "SuffixProposer",
+    "best_draft",
     "draft_dir",
     "load_draft",
     "make_drafting",

@@ -48,7 +48,7 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
     Raises ConfigError if nothing is shipped or the vocabulary of a model is not the target's, CheckpointError
     for a head that does not fit, or what loading a model raises.
     """
-    _, draft = _parts(draft)
+    _, draft = _parts(draft, target)
     if draft is None:
         return None
     dtype = str(target.dtype).removeprefix("torch.")
@@ -75,8 +75,8 @@ def make_drafting(
     target: HFCausal | None = None,
 ) -> Drafting:
     """Return the drafting of `draft`: None or "none", "ngram", "suffix" (over the request's own text),
-    "suffix-shared" (over earlier answers too), the name of `model`, as load_draft returned it, or that name
-    and a lookup's, joined by "+": then each step drafts by what promises more.
+    "suffix-shared" (over earlier answers too), the name of `model`, as load_draft returned it, that name and
+    a lookup's, joined by "+" (each step drafts by what promises more), or "auto" (best_draft).
 
     A draft model's cache holds kv_tokens positions, as the target's does. tree: level sizes, for draft models
     only. target: whose passes are timed for budget "auto"; without one they are guessed at first. Raises
@@ -86,7 +86,7 @@ def make_drafting(
         raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
     if tree is not None and not isinstance(model, HFCausal):
         raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
-    name, other = _parts(draft)
+    name, other = _parts(draft, target)
     lookup = None if name is None else _LOOKUPS[name]()
     if model is None or other is None:
         proposer: Proposer | None = lookup
@@ -104,8 +104,10 @@ def make_drafting(
     return Drafting(proposer, AcceptanceBudget(source, costs=costs))
 
 
-def _parts(draft: str | Path | None) -> tuple[str | None, str | Path | None]:
+def _parts(draft: str | Path | None, target: HFCausal | None) -> tuple[str | None, str | Path | None]:
     """Return the lookup and the head or model that a draft names."""
+    if draft == "auto":
+        draft = "suffix" if target is None else best_draft(target)
     if draft is None or draft == "none":
         return None, None
     if draft in _LOOKUPS:
@@ -142,6 +144,17 @@ def _first_accepted(path: Path) -> float | None:
         return float(best[0])
     except (CheckpointError, KeyError, TypeError, ValueError, IndexError):
         return None
+
+
+def best_draft(target: HFCausal) -> str:
+    """Return what drafts best without a file of the user's: the shipped EAGLE head, if there is one for the
+    target, and a lookup.
+    """
+    try:
+        shipped("eagle", target.name)
+    except ConfigError:
+        return "suffix"
+    return "eagle+suffix"
 
 
 def draft_dir(draft: str | Path, target: HFCausal) -> Path:
