@@ -32,7 +32,7 @@ from foredraft.control import AcceptanceBudget, pass_costs
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.sequence import Sequence
 from foredraft.propose import NgramProposer
-from foredraft.types import Draft, Needs, chain
+from foredraft.types import Draft, Needs, Source, chain
 
 LONGEST = 8
 CLOCKS = {"wall": time.perf_counter, "cpu": time.process_time}
@@ -105,7 +105,7 @@ def drafting(draft: str, args: argparse.Namespace) -> LLM:
     if name != draft:
         after = args.max_tokens // 2 if draft == "fading" else 0
         target: Any = llm.engine.target
-        controller = AcceptanceBudget(longest=LONGEST, costs=pass_costs(target, target.name))
+        controller = AcceptanceBudget(Source(LONGEST), costs=pass_costs(target, target.name))
         llm.engine.drafter = Drafter(Useless(target.vocab_size, after), controller)
     return llm
 

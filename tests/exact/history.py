@@ -18,10 +18,10 @@ from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BlockPool, BlockTable, KVCache
 from foredraft.engine.protocols import Proposer
 from foredraft.engine.sequence import Sequence
-from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
+from foredraft.propose import DraftModelProposer, EitherProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import penalize, to_laws
 from foredraft.text import TextStream
-from foredraft.types import Draft, SamplingParams, Verdict
+from foredraft.types import Draft, SamplingParams, Source, Verdict
 
 VOCAB, EOS = 5, 4
 TARGET = ContextTarget(VOCAB, eos_ids=[EOS])  # one for all, as it remembers its logits
@@ -82,6 +82,9 @@ PROPOSERS: dict[str, Callable[[], Proposer]] = {
     "suffix": lambda: SuffixProposer(memory_tokens=100),
     "same model": lambda: draft_model(TARGET),
     "near model": lambda: draft_model(NearTarget(VOCAB, seed=1)),
+    "lookup or near model": lambda: EitherProposer(
+        NgramProposer(min_size=2), draft_model(NearTarget(VOCAB, seed=1)), Source(7)
+    ),
     "near tree": lambda: draft_model(NearTarget(VOCAB, seed=1), (3, 2, 2)),
     "far tree": lambda: draft_model(ContextTarget(VOCAB + 2, seed=1, order=1), (2, 2, 1)),
 }

@@ -58,6 +58,28 @@ def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
     assert rows == [1]
 
 
+def test_a_known_beginning_is_not_fed_again() -> None:
+    model, target = ContextTarget(seed=1), ContextTarget(seed=1)
+    rows: list[int] = []
+    forward = model.forward
+
+    def counted(batch: Any, kv: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
+        rows.append(len(batch.token_ids))
+        return forward(batch, kv, hidden_layers)
+
+    model.forward = counted  # type: ignore[method-assign]
+    config = EngineConfig(max_seqs=2, max_len=256, max_batch_tokens=256, kv_tokens=2048)
+    engine = Engine(target, proposer(model), config=config, controller=FixedBudget(3))
+    prompt = [token % target.vocab_size for token in range(80)]
+    for end, most in ((1, 200), (2, 40), (3, 40)):
+        rows.clear()
+        engine.add([*prompt, end], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True))
+        while engine.has_work:
+            engine.step()
+        assert sum(rows) < most  # 64 of 81 tokens lie in full blocks
+    assert engine.stats.accepted == engine.stats.levels  # the same model: all is accepted
+
+
 def test_long_prompts_are_fed_in_chunks() -> None:
     model = ContextTarget(seed=1)
     long, short = sequence([i % 7 for i in range(1300)]), sequence([1, 2])

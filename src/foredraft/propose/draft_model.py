@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foredraft import sampling
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BlockTable, KVCache
+from foredraft.engine.kv import BLOCK, BlockTable, KVCache
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
@@ -28,11 +28,14 @@ _CHUNK = 512  # prompt tokens fed to the draft in one pass
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """What the draft's cache holds of one request: `kv_len` tokens of the text, then `fed` nodes."""
+    """What the draft's cache holds of one request: `kv_len` tokens of the text, then `fed` nodes. Its first
+    `remembered` blocks can be found by others.
+    """
 
     table: BlockTable = field(default_factory=BlockTable)
     kv_len: int = 0
     fed: int = 0
+    remembered: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -93,12 +96,20 @@ class DraftModelProposer:
         return [draft.draft() for draft in drafts]
 
     def _begin(self, seq: Sequence, budget: int) -> _Growing:
-        state = self._states.setdefault(seq.request_id, _State())
+        state = self._states.get(seq.request_id) or self._new(seq)
         levels = min(budget, seq.levels_left, self.model.max_len - len(seq.tokens))
         sizes = [1] * max(levels, 0) if self.tree is None else _fitted(self.tree[: max(levels, 0)], budget)
         if not self._kv.pool.grow(state.table, len(seq.tokens) + sum(sizes)):
             sizes = []  # the draft's cache is full: this request goes on without a draft
         return _Growing(seq, state, sizes)
+
+    def _new(self, seq: Sequence) -> _State:
+        """Begin a request with the blocks that earlier ones have filled alike."""
+        state = self._states[seq.request_id] = _State()
+        known = self._kv.pool.find(seq.keys[: (len(seq.tokens) - 1) // BLOCK])
+        self._kv.pool.share(state.table, known)
+        state.remembered, state.kv_len = len(known), len(known) * BLOCK
+        return state
 
     def _catch_up(self, drafts: Seq[_Growing]) -> None:
         """Feed long stretches of text in chunks, so that the first level finds at most one chunk pending."""
@@ -169,6 +180,9 @@ class DraftModelProposer:
                 targets.append(slots[: len(kept)])
             state.kv_len += len(kept)
             state.fed = 0
+            full = min(state.kv_len // BLOCK, len(seq.keys))
+            self._kv.pool.remember(state.table, seq.keys[:full], state.remembered)
+            state.remembered = max(full, state.remembered)
         if sources:
             self._kv.move(torch.cat(sources), torch.cat(targets))
 
