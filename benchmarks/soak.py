@@ -223,7 +223,7 @@ def compare(model: str, tally: Tally) -> int:
     return sum(answers != {completion.text} for answers, completion in pairs)
 
 
-def start(model: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+def start(model: str, draft: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
     """Start a server on a free port; return it and its address."""
     log = folder / "serve.log"
     command = [
@@ -234,7 +234,7 @@ def start(model: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
         "--model",
         model,
         "--draft",
-        "ngram",
+        draft,
         "--port",
         "0",
     ]
@@ -254,19 +254,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--draft", default="auto")
     parser.add_argument("--minutes", type=float, default=15.0)
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--out", type=Path, default=Path("soak.json"))
     args = parser.parse_args()
     tally = Tally()
     with tempfile.TemporaryDirectory() as folder:
-        server, url = start(args.model, Path(folder))
+        server, url = start(args.model, args.draft, Path(folder))
         try:
             asyncio.run(drive(url, psutil.Process(server.pid), args.clients, args.minutes * 60, tally))
         finally:
             server.send_signal(signal.SIGTERM)
             code = server.wait(60)
     record = {
+        "draft": args.draft,
         "minutes": args.minutes,
         "clients": args.clients,
         "done": dict(tally.done),
