@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -209,7 +210,12 @@ class KVCache:
     @staticmethod
     def _empty(blocks: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
         # Zeros, because slots that hold nothing yet are read, masked, beside others: NaN would show through.
-        return torch.zeros(blocks * BLOCK, heads, dim, dtype=dtype, device=device)
+        shape = (blocks * BLOCK, heads, dim)
+        if torch.device(device).type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=device)
+        # Unlike torch.zeros, numpy takes pages that the system zeroes when they are first used.
+        store = np.zeros(blocks * BLOCK * heads * dim * dtype.itemsize, dtype=np.uint8)
+        return torch.from_numpy(store).view(dtype).view(shape)
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to slots `target` (int64 [n] each) in every layer."""
