@@ -20,8 +20,11 @@ Message = Mapping[str, Any]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Return the prompt ids of a conversation, ready for the assistant's next turn.
+def encode_chat(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+) -> list[int]:
+    """Return the prompt ids of a conversation, ready for the assistant's next turn. tools: as OpenAI gives
+    them, for a template that knows what they are.
 
     Raises ConfigError if the tokenizer has no chat template or the messages do not fit it.
     """
@@ -32,7 +35,10 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     _check_messages(messages)
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=True,
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"the messages do not fit the model's chat template: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -9,6 +10,11 @@ import openai
 import pytest
 
 from foredraft import LLM, SamplingParams
+from foredraft.server.errors import ApiError
+from foredraft.server.grammar import GrammarMaker
+from foredraft.server.prompts import Preparer
+from foredraft.server.schemas import ChatRequest
+from tiny_tokenizers import byte_level
 
 MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat, the cat"}]
 GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -206,3 +212,33 @@ def test_models_and_errors(server: Any) -> None:
         server.openai.chat.completions.create(model="gpt-9", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="store is not supported"):
         server.openai.chat.completions.create(model="tiny", messages=MESSAGES, store=True)
+
+
+NATIVE = (
+    "{% if tools %}[{% for t in tools %}{{ t.function.name }};{% endfor %}]{% endif %}"
+    "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>\n{{ c.function.name }}={{ c.function.arguments.x }}\n"
+    "</tool_call>{% endfor %}|{% endfor %}"
+)
+
+
+def test_templates_that_know_tools_are_told_of_them() -> None:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.chat_template = NATIVE
+    grammars = GrammarMaker(tokenizer, len(tokenizer), frozenset({1}))
+    preparer = Preparer(tokenizer, grammars, max_len=512, max_tokens=None)
+    call = {"id": "1", "type": "function", "function": {"name": "move", "arguments": '{"x": 1}'}}
+    body = {
+        "messages": [
+            {"role": "developer", "content": "do"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "1", "content": "moved"},
+        ],
+        "tools": [TOOL],
+    }
+    (asked,) = preparer.chat(ChatRequest.model_validate(body)).asked
+    said = tokenizer.decode(asked.prompt)
+    assert said == "[move;]system:do|assistant:<tool_call>\nmove=1\n</tool_call>|tool:moved|"
+    body["messages"] = [{"role": "assistant", "content": None}]
+    with pytest.raises(ApiError, match="no content"):
+        preparer.chat(ChatRequest.model_validate(body))

@@ -62,7 +62,7 @@ class Preparer:
     def chat(self, body: ChatRequest) -> Prepared:
         """Prepare a chat completion; raises ApiError or a ForedraftError."""
         tools = _tools(body)
-        prompt = encode_chat(self._tokenizer, _messages(body.messages, tools))
+        prompt = self._prompt(body.messages, tools)
         if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
@@ -72,6 +72,14 @@ class Preparer:
         params = _params(body, limit, logprobs)
         grammar = self._grammar(body, tools)
         return Prepared(_answers([prompt], params, body.n or 1, grammar), len(prompt), bool(tools))
+
+    def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+        """Encode a conversation; a template that writes tool calls as they are read here is told of tools."""
+        template = str(getattr(self._tokenizer, "chat_template", ""))
+        if "tools" in template and CALL_BEGIN.strip() in template:
+            known = [_native(index, message) for index, message in enumerate(messages)]
+            return encode_chat(self._tokenizer, known, [tool.model_dump(exclude_none=True) for tool in tools])
+        return encode_chat(self._tokenizer, _messages(messages, tools))
 
     def completion(self, body: CompletionRequest) -> Prepared:
         """Prepare a text completion; raises ApiError or a ForedraftError."""
@@ -201,24 +209,40 @@ def _messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[s
     return turns
 
 
+def _native(index: int, message: Message) -> dict[str, Any]:
+    """Return a message as templates know it that know tools."""
+    calls = [{"type": "function", "function": _call(index, c.function)} for c in message.tool_calls or ()]
+    content = _text(message)
+    if content is None and not calls:
+        raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
+    said = {"role": _role(message), "content": content or ""}
+    return said | {"tool_calls": calls} if calls else said
+
+
 def _turn(index: int, message: Message) -> dict[str, str]:
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
+    content = _text(message)
     if message.tool_calls:
-        calls = [f"{CALL_BEGIN}{_call_text(index, c.function)}{CALL_END}" for c in message.tool_calls]
+        calls = [f"{CALL_BEGIN}{json.dumps(_call(index, c.function))}{CALL_END}" for c in message.tool_calls]
         content = "\n".join([content, *calls] if content else calls)
     if content is None:
         raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
     if message.role == "tool":  # a role that few templates know
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    role = "system" if message.role == "developer" else message.role
-    return {"role": role, "content": content}
+    return {"role": _role(message), "content": content}
 
 
-def _call_text(index: int, call: Any) -> str:
+def _text(message: Message) -> str | None:
+    content = message.content
+    return "".join(part.text for part in content) if isinstance(content, list) else content
+
+
+def _role(message: Message) -> str:
+    return "system" if message.role == "developer" else message.role
+
+
+def _call(index: int, call: Any) -> dict[str, Any]:
     try:
-        return json.dumps({"name": call.name, "arguments": json.loads(call.arguments)})
+        return {"name": call.name, "arguments": json.loads(call.arguments)}
     except (ValueError, RecursionError) as error:
         raise ApiError(
             400, f"messages[{index}] has a tool call whose arguments are no JSON", param="messages"
