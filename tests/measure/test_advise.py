@@ -3,142 +3,68 @@
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from serving import patient
+import timed
+from serving import command
 
-from fakes import ContextTarget
-from foredraft.cli import main
 from foredraft.control import FixedBudget
-from foredraft.engine import Engine, EngineConfig
+from foredraft.engine.drafter import Drafter
 from foredraft.errors import ConfigError
-from foredraft.measure import run
-from foredraft.measure.advise import Method, Traffic, break_even, predict
-from foredraft.measure.costs import LoadCosts
-from foredraft.measure.engine_arm import EngineArm, Job
+from foredraft.measure.advise import Traffic, break_even, predict
+from foredraft.measure.costs import DraftCosts, LoadCosts
 from foredraft.measure.from_record import estimates
 from foredraft.measure.recipes import recipes
-from foredraft.measure.records import Acceptance, ArmInfo, Header, Record, RecordFile, Result
-from foredraft.measure.replay import Known, replay
-from foredraft.measure.stats import figures
-from foredraft.measure.workload import Ask, Load
-from foredraft.propose import NgramProposer
-from foredraft.types import Needs, SamplingParams
+from foredraft.measure.records import Acceptance, ArmInfo, Header, Record, Result
+from foredraft.measure.replay import Known, replay, sources_of
+from foredraft.measure.simulate import simulate
+from foredraft.types import SamplingParams
 from tiny_tokenizers import build_chat_model
 
-TOKENS = 40
 
-
-class SlowTarget(ContextTarget):
-    """A pass takes a set time, and some more for each row."""
-
-    pass_s, row_s = 0.008, 0.0005
-
-    def forward(self, batch: Any, kv: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
-        end = time.perf_counter() + self.pass_s + self.row_s * len(batch.token_ids)
-        out = super().forward(batch, kv, hidden_layers)
-        time.sleep(max(0.0, end - time.perf_counter()))
-        return out
-
-
-def engine(target: ContextTarget, proposer: Any, budget: int, seqs: int = 1) -> Engine:
-    return Engine(
-        target,
-        proposer,
-        config=EngineConfig(max_seqs=seqs, max_len=200, kv_tokens=seqs * 256, prefix_cache=False),
-        controller=FixedBudget(budget) if proposer is not None else None,
-    )
-
-
-def prompts(count: int) -> list[tuple[int, ...]]:
-    return [tuple((place * k + 1) % 13 for k in range(3, 11)) for place in range(count)]
-
-
-def answer(target: ContextTarget, proposer: Any, prompt: Sequence[int], budget: int) -> Any:
-    one = engine(target, proposer, budget)
-    one.add(prompt, SamplingParams(temperature=0, max_tokens=TOKENS))
+def answer(proposer: Any, one: Known, budget: int) -> Any:
+    engine = timed.engine(timed.TimedTarget(timed.Clock()), 1, None, None, timed.Clock())
+    engine.drafter = Drafter(proposer, FixedBudget(budget))
+    engine.add(one.prompt, SamplingParams(temperature=0, max_tokens=len(one.answer)))
     ids: list[int] = []
-    while one.has_work:
-        for output in one.step():
+    while engine.has_work:
+        for output in engine.step():
             ids += output.token_ids
     return ids, output.stats
 
 
-def known(target: ContextTarget, count: int) -> tuple[Known, ...]:
-    return tuple(Known(p, tuple(answer(target, None, p, 0)[0])) for p in prompts(count))
-
-
-@pytest.mark.parametrize("budget", [1, 4, 15])
-def test_replay_counts_what_a_run_counts(budget: int) -> None:
-    target = ContextTarget(13, order=2)
-    texts = known(target, 4)
-    target.forwards = 0
-    replayed = replay(NgramProposer(), target, texts, budget)
-    assert target.forwards == 0
-    for one, stats in zip(texts, replayed, strict=True):
-        ids, true = answer(target, NgramProposer(), one.prompt, budget)
+@pytest.mark.parametrize("kind", ["ngram", "medusa", "model"])
+@pytest.mark.parametrize("budget", [1, 4])
+def test_replay_and_simulation_count_what_a_run_counts(kind: str, budget: int) -> None:
+    method, texts = timed.methods(timed.Clock())[kind], timed.traffic(3)
+    target = timed.TimedTarget(timed.Clock())
+    profiles = replay(method.make(4096), target, texts, timed.LONGEST)
+    assert target.forwards == 0 or kind == "medusa"  # only drafts that want hidden states make it run
+    costs = LoadCosts(1, {1: 1.0}, {1: 1.0})
+    free = {source.method if source is not None else "": {0: 0.0} for source in sources_of(profiles)}
+    for one, profile in zip(texts, profiles, strict=True):
+        ids, true = answer(method.make(4096), one, budget)
         assert tuple(ids) == one.answer
+        found = simulate([profile], costs, DraftCosts(free), FixedBudget(budget)).stats
         for name in ("steps", "drafted", "levels", "accepted", "emitted", "accepted_at"):
-            assert getattr(stats, name) == getattr(true, name), name
+            total = getattr(found, name)
+            twice = [2 * n for n in getattr(true, name)] if name == "accepted_at" else 2 * getattr(true, name)
+            assert total == twice, name  # a load of 1 is two requests at least
 
 
-class Watcher(NgramProposer):
-    """A proposer that wants hidden states."""
-
-    needs = Needs(hidden_layers=(1,))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.positions = 0
-
-    def observe(self, seqs: Any, verdicts: Any, hidden: Any) -> None:
-        self.positions += sum(len(layers[0]) for layers in hidden)
-
-
-def test_replay_runs_the_model_for_drafts_that_want_hidden_states() -> None:
-    target = ContextTarget(13, order=2)
-    texts = known(target, 1)
-    watcher = Watcher()
-    replay(watcher, target, texts, 4)
-    assert watcher.positions == len(texts[0].prompt) + len(texts[0].answer) - 1
-
-
-def measured(target: ContextTarget, budget: int, load: int) -> float:
-    """The speed-up of n-gram lookup over plain decoding, as measure finds it."""
-    asks = [Ask(str(place), "all", {"max_tokens": TOKENS}, "here") for place in range(2 * load)]
-    texts = prompts(2 * load)
-    params = SamplingParams(temperature=0, max_tokens=TOKENS)
-    bench: Any = SimpleNamespace(
-        encode=lambda ask: Job(ask, list(texts[int(ask.id)]), params),
-        llm=SimpleNamespace(model_path=Path("fake"), dtype="float32"),
-    )
-    arms = [
-        EngineArm("none", "none", engine(target, None, 0, load), bench),
-        EngineArm("ngram", "ngram", engine(target, NgramProposer(), budget, load), bench),
-    ]
-    file = RecordFile(None, run.make_header(arms, [Load(concurrency=load)], asks, 0))
-    run.measure(arms, asks, [Load(concurrency=load)], file)
-    found = figures(file.record, "ngram", str(load))
-    assert found is not None
-    assert found.speedup is not None
-    return found.speedup.value
-
-
-@patient
-def test_predictions_are_within_a_tenth_of_measurements() -> None:
-    target = SlowTarget(13, order=2)
-    for load in (1, 4):
-        texts = known(ContextTarget(13, order=2), 2 * load)
-        method = Method("ngram", lambda tokens: NgramProposer())
-        advice = predict(target, [method], Traffic(texts, 0.0, -0.5), [load])
-        best = advice.best(load)
-        assert best.speedup > 1.2
-        assert best.speedup == pytest.approx(measured(target, best.budget, load), rel=0.1)
+@pytest.mark.parametrize("kind", ["ngram", "medusa", "eagle", "model"])
+def test_predictions_are_within_a_tenth_of_measurements(kind: str) -> None:
+    clock, texts = timed.Clock(), timed.traffic(8)
+    method = timed.methods(clock)[kind]
+    advice = predict(timed.TimedTarget(clock), [method], Traffic(texts, 0.0, -0.5), [1, 4, 16], clock=clock)
+    for load in (1, 4, 16):
+        said = [advice.of(kind, load), advice.auto(kind, load)]
+        found = timed.measured(texts, load, method, [one.budget for one in said], clock)
+        print(kind, load, [(one.budget, round(one.speedup, 3)) for one in said], found)
+        assert [one.speedup for one in said] == pytest.approx(found, rel=0.1)
+    assert advice.best(1).speedup > 1.2
 
 
 def test_break_even_is_where_the_line_meets_one() -> None:
@@ -148,7 +74,11 @@ def test_break_even_is_where_the_line_meets_one() -> None:
 
 
 def test_costs_are_drawn_in_lines() -> None:
-    assert LoadCosts(1, 0.1, {1: 1.0, 3: 2.0}).step_s(2) == 1.5
+    costs = LoadCosts(1, {1: 1.0, 3: 2.0}, {1: 1.0, 10: 1.0, 20: 3.0})
+    assert costs.step_s(2) == 1.5
+    assert costs.step_s(5) == 3.0
+    assert costs.step_s(3, 7) == 2.0
+    assert costs.step_s(1, 29) == 5.0
 
 
 def test_recipes_are_what_engines_take() -> None:
@@ -184,12 +114,6 @@ def test_a_record_alone_gives_costs_and_a_budget() -> None:
     assert four.best_speedup < 1.2
     with pytest.raises(ConfigError, match="no variant"):
         estimates(Record(record({"1": 2.0}).header))
-
-
-def command(*args: str) -> int:
-    with pytest.raises(SystemExit) as exit_:
-        main(args)
-    return int(exit_.value.code or 0)
 
 
 @pytest.fixture(scope="module")

@@ -102,20 +102,28 @@ def _traffic(bench: Bench, asks: Sequence[Ask]) -> Traffic:
 
 
 def _method(bench: Bench, draft: str) -> Method:
-    from foredraft.measure.advise import LOOKUPS, Method
+    from copy import deepcopy
+
+    from foredraft.measure.advise import Method
+    from foredraft.measure.costs import BUDGETS
     from foredraft.propose import draft_dir, load_draft, make_drafting
 
     target: Any = bench.target
     model = load_draft(draft, target=target, tokenizer=bench.llm.tokenizer)
 
     def make(tokens: int) -> Any:
-        drafting = make_drafting(draft, model, vocab_size=target.vocab_size, kv_tokens=tokens, budget=4)
-        return drafting.proposer
+        return make_drafting(
+            draft, model, vocab_size=target.vocab_size, kv_tokens=tokens, budget=4, target=target
+        ).proposer
 
-    size = 0
-    if draft not in LOOKUPS and model is not None:
+    auto: Any = make_drafting(
+        draft, model, vocab_size=target.vocab_size, kv_tokens=512, target=target
+    ).controller
+    size, longest = 0, BUDGETS[-1]
+    if model is not None and "+" not in draft:
+        longest = auto.source.longest
         size = sum(file.stat().st_size for file in draft_dir(draft, target).glob("*.safetensors"))
-    return Method(draft, make, size)
+    return Method(draft, make, lambda: deepcopy(auto), longest, size)
 
 
 def _show(advice: Advice, beside: Record | None, as_json: bool) -> None:
@@ -128,7 +136,7 @@ def _show(advice: Advice, beside: Record | None, as_json: bool) -> None:
         print_json({"best": rows, **asdict(advice)})
         return
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title="best budget of each draft")
-    for column in ("load", "draft", "budget", "accept_rate", "mean_emitted", "predicted", "measured"):
+    for column in ("load", "draft", "budget", "accept_rate", "mean_emitted", "predicted", "auto", "measured"):
         table.add_column(column, justify="left" if column == "draft" else "right")
     for row in rows:
         table.add_row(*(f"{v:.2f}" if isinstance(v, float) else str(v or "-") for v in row.values()))
@@ -150,7 +158,8 @@ def _rows(advice: Advice, beside: Record | None) -> list[dict[str, Any]]:
                 found = figures(beside, arms[0], str(load)) if arms else None
             ratio = found.speedup.value if found is not None and found.speedup is not None else None
             row = {"load": load, "draft": method, "budget": best.budget, "accept_rate": best.accept_rate}
-            row |= {"mean_emitted": best.mean_emitted, "predicted": best.speedup, "measured": ratio}
+            row |= {"mean_emitted": best.mean_emitted, "predicted": best.speedup}
+            row |= {"auto": advice.auto(method, load).speedup, "measured": ratio}
             rows.append(row)
     return rows
 
@@ -173,7 +182,7 @@ def _verdicts(advice: Advice) -> list[str]:
     best = advice.best(advice.loads[0])
     even = advice.break_even(best.method)
     budget = best.budget if best.speedup >= WORTH else 0
-    return [*lines, "", *recipes(best.method, budget, int(even) if even and even > 1 else None)]
+    return [*lines, "", *recipes(best.method, budget or 0, int(even) if even and even > 1 else None)]
 
 
 def _from_record(record: Record, as_json: bool) -> None:

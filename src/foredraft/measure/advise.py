@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from foredraft.engine.protocols import Proposer, Target
-from foredraft.measure.costs import BUDGETS, LoadCosts, measure_draft, measure_load
-from foredraft.measure.replay import Known, replay
-from foredraft.types import SpecStats
+from foredraft.control import FixedBudget
+from foredraft.engine.protocols import Controller, Proposer, Target
+from foredraft.measure.costs import BUDGETS, LoadCosts, measure_draft, measure_load, measure_prompts
+from foredraft.measure.replay import Known, Profile, replay, sources_of
+from foredraft.measure.simulate import simulate
 
 LOOKUPS = ("ngram", "suffix", "suffix-shared")
 LOW, GOOD = 0.4, 0.7  # accept rates below and above which a draft is bad and good
@@ -17,31 +19,33 @@ _SHORT = 24  # tokens: answers in which there is little to gain
 _HOT = 1.2
 _UNSURE = -1.5  # nats: mean log-probability of answers that nothing predicts
 WORTH = 1.03  # a gain below this is not worth switching anything on
-_MODEL_BUDGETS = (1, 2, 3, 4, 6, 8)
+_ROOM = 4096  # positions of a draft's cache for each request while it is timed
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A way to draft: `make` returns a fresh proposer whose cache serves so many tokens. bytes: of its
-    weights.
+    """A way to draft: `make` returns a fresh proposer whose cache serves so many tokens, `controller` what
+    chooses its budgets under "auto", up to `longest`. bytes: of its weights.
     """
 
     name: str
     make: Callable[[int], Proposer]
+    controller: Callable[[], Controller]
+    longest: int
     bytes: int = 0
 
     @property
     def budgets(self) -> tuple[int, ...]:
-        """The budgets worth a try."""
-        return tuple(b for b in BUDGETS if b) if self.name in LOOKUPS else _MODEL_BUDGETS
+        """The fixed budgets worth a try."""
+        return tuple(budget for budget in BUDGETS if 0 < budget <= self.longest)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one method does with one budget at one load."""
+    """What one method does with one budget at one load. budget None: the controller's, "auto"."""
 
     method: str
-    budget: int
+    budget: int | None
     load: int
     speedup: float
     accept_rate: float
@@ -56,11 +60,6 @@ class Traffic:
     temperature: float
     logprob: float
 
-    @property
-    def answer(self) -> float:
-        """The mean length of an answer in tokens."""
-        return sum(len(one.answer) for one in self.known) / len(self.known)
-
 
 @dataclass(frozen=True, slots=True)
 class Advice:
@@ -71,8 +70,8 @@ class Advice:
     reasons: tuple[str, ...]
 
     def best(self, load: int) -> Prediction:
-        """Return the best prediction at a load."""
-        return max((p for p in self.predictions if p.load == load), key=lambda p: p.speedup)
+        """Return the best prediction with a fixed budget at a load."""
+        return max((self.of(p.method, load) for p in self.predictions), key=lambda p: p.speedup)
 
     @property
     def loads(self) -> list[int]:
@@ -84,9 +83,13 @@ class Advice:
         return break_even([(load, self.of(method, load).speedup) for load in self.loads])
 
     def of(self, method: str, load: int) -> Prediction:
-        """Return the best prediction of a method at a load."""
-        mine = [p for p in self.predictions if (p.method, p.load) == (method, load)]
+        """Return the best prediction of a method with a fixed budget at a load."""
+        mine = [p for p in self.predictions if (p.method, p.load) == (method, load) and p.budget]
         return max(mine, key=lambda p: p.speedup)
+
+    def auto(self, method: str, load: int) -> Prediction:
+        """Return the prediction of a method with the controller's budgets at a load."""
+        return next(p for p in self.predictions if (p.method, p.load, p.budget) == (method, load, None))
 
 
 def break_even(points: Sequence[tuple[float, float]]) -> float | None:
@@ -107,57 +110,35 @@ def predict(
     traffic: Traffic,
     loads: Sequence[int],
     on_part: Callable[[str], None] = lambda part: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Advice:
-    """Replay every method at every budget, time the target at every load, and put both together."""
-    costs = []
+    """Replay every method once, time steps and drafts at every load, and simulate runs from both."""
+    on_part("timing prompts")
+    prompts = measure_prompts(target, traffic.known, clock)
+    costs, longest = [], max(method.longest for method in methods)
     for load in loads:
         on_part(f"timing steps at load {load}")
-        costs.append(measure_load(target, traffic.known, load))
+        costs.append(measure_load(target, traffic.known, load, prompts, longest, clock))
+    plain = [Profile(one, ((),) * len(one.answer), 0.0) for one in traffic.known]
+    speeds = [simulate(plain, at).tokens_per_s for at in costs]
+    tokens = max(len(one.prompt) + len(one.answer) for one in traffic.known) + 64
     predictions: list[Prediction] = []
     for method in methods:
-        tokens = max(len(one.prompt) + len(one.answer) for one in traffic.known) + 64
-        replayed = {}
-        for budget in method.budgets:
-            on_part(f"replaying {method.name}, {budget} a step")
-            replayed[budget] = _sum(replay(method.make(tokens), target, traffic.known, budget))
-        for at in costs:
+        on_part(f"replaying {method.name}")
+        profiles = replay(method.make(tokens), target, traffic.known, method.longest, clock)
+        for at, speed in zip(costs, speeds, strict=True):
             on_part(f"timing {method.name} at load {at.seqs}")
-            drafting = _draft_seconds(method, target, traffic, at.seqs, replayed)
-            predictions += [
-                _together(method.name, budget, at, stats, drafting[budget], traffic)
-                for budget, stats in replayed.items()
-            ]
+            proposer = method.make(_ROOM * at.seqs)
+            drafting = measure_draft(
+                proposer, target, traffic.known, at, method.budgets, sources_of(profiles), clock
+            )
+            on_part(f"simulating {method.name} at load {at.seqs}")
+            for budget in (*method.budgets, None):
+                controller = method.controller() if budget is None else FixedBudget(budget)
+                run = simulate(profiles, at, drafting, controller)
+                rates = run.stats.accept_rate, run.stats.mean_emitted
+                predictions.append(Prediction(method.name, budget, at.seqs, run.tokens_per_s / speed, *rates))
     return Advice(tuple(predictions), tuple(costs), tuple(_reasons(predictions, methods, traffic, loads)))
-
-
-def _sum(many: Sequence[SpecStats]) -> SpecStats:
-    whole = SpecStats()
-    for one in many:
-        whole.add(one)
-    return whole
-
-
-def _draft_seconds(
-    method: Method, target: Target, traffic: Traffic, seqs: int, replayed: Mapping[int, SpecStats]
-) -> dict[int, float]:
-    """Lookups take their time for each request alone; models draft for all requests together."""
-    if method.name in LOOKUPS:
-        return {budget: seqs * stats.draft_s / stats.steps for budget, stats in replayed.items()}
-    room = 4096 * seqs
-    return measure_draft(method.make(room), target, traffic.known, seqs, method.budgets)
-
-
-def _together(
-    name: str, budget: int, load: LoadCosts, stats: SpecStats, draft_s: float, traffic: Traffic
-) -> Prediction:
-    """A request sees the prompts of all that run beside it, then its steps."""
-    requests = len(traffic.known)
-    tokens, steps = stats.emitted / requests, stats.steps / requests
-    prompts_s = load.seqs * load.prompt_s
-    plain_s = prompts_s + (tokens - 1) * load.step_s(load.seqs)
-    rows = load.seqs * (1 + stats.drafted / stats.steps)
-    drafted_s = prompts_s + (steps - 1) * (load.step_s(rows) + draft_s)
-    return Prediction(name, budget, load.seqs, plain_s / drafted_s, stats.accept_rate, stats.mean_emitted)
 
 
 def _reasons(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -17,41 +18,63 @@ from foredraft.engine.kv import BLOCK
 from foredraft.engine.protocols import Proposer, StepTimes, Target
 from foredraft.engine.sequence import Sequence
 from foredraft.measure.replay import Known
-from foredraft.types import Draft, Needs, SamplingParams, StepOutput, Verdict, chain
+from foredraft.types import Draft, Needs, SamplingParams, Source, StepOutput, Verdict, chain
 
 BUDGETS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
 _ROUNDS = 3  # over the budgets, so that what disturbs the machine for a while disturbs them alike
 _STEPS = 3  # timed at each budget in a round, after one that is not
+_DRAFTS = 6  # steps with a real draft timed at each budget
+_TRIES = 40  # steps after which a way to draft that is not met is given up
+_PROMPTS = 8  # read to find what a prompt takes
 _ROOM = 256  # tokens that a request emits before another takes its place
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCosts:
-    """Seconds at one load. steps[rows]: a step over so many rows, drafting apart. prompt_s: reading one
+    """Seconds at one load, by rows. steps: steps that decode, drafting apart; prompts: steps that read one
     prompt.
     """
 
     seqs: int
-    prompt_s: float
     steps: dict[int, float]
+    prompts: dict[int, float]
 
-    def step_s(self, rows: float) -> float:
-        """Return the seconds of a step over `rows` rows, in a line between what was measured."""
-        known = sorted(self.steps)
-        return float(np.interp(rows, known, [self.steps[n] for n in known]))
+    def step_s(self, rows: float, prompt_rows: int = 0) -> float:
+        """Return the seconds of a step over `rows` rows, in a line between what was measured, and over some
+        rows of prompts beside them, which add what they add to a prompt of so many rows.
+        """
+        if not prompt_rows:
+            return _on_line(self.steps, rows)
+        added_s = _on_line(self.prompts, rows + prompt_rows) - _on_line(self.prompts, rows)
+        return _on_line(self.steps, rows) + added_s
+
+
+def _on_line(known: dict[int, float], rows: float) -> float:
+    """Return the value between the points around `rows`, beyond the last one as between the last two."""
+    points = sorted(known)
+    if len(points) > 1 and rows > points[-1]:
+        slope = (known[points[-1]] - known[points[-2]]) / (points[-1] - points[-2])
+        return known[points[-1]] + slope * (rows - points[-1])
+    return float(np.interp(rows, points, [known[n] for n in points]))
 
 
 @dataclass(slots=True)
 class _Timer:
-    """A controller whose budget is set from outside; it keeps the times of steps that only decode."""
+    """A controller whose budget is set from outside; it keeps the times of steps that only decode, and in
+    which all drafts were made by `method`, if one is set.
+    """
 
     budget: int = 0
+    method: str | None = None
     decoding: bool = False
     times: list[StepTimes] = field(default_factory=list)
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
         self.decoding = batch_tokens == len(seqs)
-        return [self.budget] * len(seqs)
+        for seq in seqs if self.method is not None else ():
+            seq.source = next((s for s in seq.sources or () if s.method == self.method), None)
+            self.decoding &= seq.source is not None
+        return [self.budget if self.method is None or seq.source else 0 for seq in seqs]
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         if self.decoding:
@@ -79,15 +102,44 @@ class _Filler:
         pass
 
 
-def measure_load(target: Target, known: Seq[Known], seqs: int) -> LoadCosts:
-    """Time steps of `seqs` requests at every budget; the prompts are the requests' own."""
-    bench = _Bench(target, _Filler(target.vocab_size), known, seqs)
+def measure_prompts(
+    target: Target, known: Seq[Known], clock: Callable[[], float] = time.perf_counter
+) -> dict[int, float]:
+    """Return the seconds of steps that read some of the requests' own prompts alone, by rows; the first is a
+    step of one row.
+    """
+    longest = max(len(one.prompt) for one in known) + 3
+    config = EngineConfig(max_seqs=1, max_len=longest, kv_tokens=longest + BLOCK, prefix_cache=False)
+    engine = Engine(target, config=config, clock=clock)
+    found: dict[int, list[float]] = {}
+    for one in (*known[:1], *known[:_PROMPTS]):  # the first again, once it is warm
+        engine.add(one.prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        left = len(one.prompt)
+        while engine.has_work:
+            rows = min(left, config.max_batch_tokens) or 1
+            start = clock()
+            engine.step()
+            found.setdefault(rows, []).append(clock() - start)
+            left -= min(left, rows)
+    return _level({rows: min(seconds) for rows, seconds in found.items()})
+
+
+def measure_load(
+    target: Target,
+    known: Seq[Known],
+    seqs: int,
+    prompts: dict[int, float],
+    longest: int = BUDGETS[-1],
+    clock: Callable[[], float] = time.perf_counter,
+) -> LoadCosts:
+    """Time steps of `seqs` requests at every budget up to the longest; the contexts are the requests' own."""
+    bench = _Bench(target, _Filler(target.vocab_size), known, seqs, clock)
     found: dict[int, list[float]] = {}
     for _ in range(_ROUNDS):
-        for budget in BUDGETS:
+        for budget in (budget for budget in BUDGETS if budget <= longest):
             for t in bench.times(budget):
                 found.setdefault(t.rows, []).append(t.target_s + t.other_s)
-    return LoadCosts(seqs, bench.prompt_s, _level({rows: median(s) for rows, s in found.items()}))
+    return LoadCosts(seqs, _level({rows: median(s) for rows, s in found.items()}), prompts)
 
 
 def _level(steps: dict[int, float]) -> dict[int, float]:
@@ -100,18 +152,59 @@ def _level(steps: dict[int, float]) -> dict[int, float]:
     return level
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """Seconds that drafting adds to a step at one load: by the method of a source, by budget."""
+
+    extra: dict[str, dict[int, float]]
+
+    def extra_s(self, method: str, budget: float) -> float:
+        """Return the seconds at a budget, in a line between what was measured."""
+        known = self.extra[method]
+        return float(np.interp(budget, sorted(known), [known[b] for b in sorted(known)]))
+
+
 def measure_draft(
-    proposer: Proposer, target: Target, known: Seq[Known], seqs: int, budgets: Seq[int]
-) -> dict[int, float]:
-    """Return the seconds that drafting takes per step of `seqs` requests, by budget."""
-    bench = _Bench(target, proposer, known, seqs)
-    return {budget: median(t.draft_s for t in bench.times(budget)) for budget in budgets}
+    proposer: Proposer,
+    target: Target,
+    known: Seq[Known],
+    costs: LoadCosts,
+    budgets: Seq[int],
+    sources: Seq[Source | None],
+    clock: Callable[[], float] = time.perf_counter,
+) -> DraftCosts:
+    """Time drafts of all requests of a load at every budget, made by each of the sources' methods.
+
+    Of a draft that reads hidden states, handing them over counts too.
+    """
+    bench = _Bench(target, proposer, known, costs.seqs, clock)
+    hidden = bool(proposer.needs.hidden_layers)
+
+    def extra_s(t: StepTimes) -> float:
+        around_s = t.target_s + t.other_s - costs.step_s(t.rows) if hidden else 0.0
+        return max(0.0, t.draft_s + around_s)
+
+    extra: dict[str, dict[int, float]] = {}
+    for method in dict.fromkeys(source.method if source is not None else None for source in sources):
+        bench.timer.method = method
+        found = {budget: bench.times(budget, _DRAFTS) for budget in (0, *budgets)}
+        extra[method or ""] = {b: sum(map(extra_s, ts)) / len(ts) for b, ts in found.items() if ts} or {
+            0: 0.0
+        }
+    return DraftCosts(extra)
 
 
 class _Bench:
     """An engine with always as many requests as it takes, whose prompts are read."""
 
-    def __init__(self, target: Target, proposer: Proposer, known: Seq[Known], seqs: int) -> None:
+    def __init__(
+        self,
+        target: Target,
+        proposer: Proposer,
+        known: Seq[Known],
+        seqs: int,
+        clock: Callable[[], float],
+    ) -> None:
         longest = min(max(len(one.prompt) for one in known) + _ROOM + 1, target.max_len)
         self.timer = _Timer()
         self.engine = Engine(
@@ -125,23 +218,26 @@ class _Bench:
                 prefix_cache=False,
             ),
             controller=self.timer,
+            clock=clock,
         )
         self._prompts = cycle(one.prompt for one in known)
-        start = time.perf_counter()
         waiting = {self._add() for _ in range(seqs)}
         while waiting:
             waiting -= {output.request_id for output in self.engine.step()}
-        self.prompt_s = (time.perf_counter() - start) / seqs
 
     def _add(self) -> str:
         params = SamplingParams(temperature=0, max_tokens=_ROOM, ignore_eos=True)
         return self.engine.add(next(self._prompts), params)
 
-    def times(self, budget: int) -> list[StepTimes]:
-        """Return the times of some steps at a budget; who has ended is replaced."""
+    def times(self, budget: int, count: int = _STEPS) -> list[StepTimes]:
+        """Return the times of some steps at a budget, fewer if they are hardly met; who has ended is
+        replaced.
+        """
         self.timer.budget = budget
         self.timer.times.clear()
-        while len(self.timer.times) <= _STEPS:
+        for _ in range(count + _TRIES):
+            if len(self.timer.times) > count:
+                break
             for output in self.engine.step():
                 if output.finish_reason is not None:
                     self._add()

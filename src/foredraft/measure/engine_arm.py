@@ -128,12 +128,19 @@ class _Live:
 
 
 class EngineArm:
-    """Answers requests with one engine at a load."""
+    """Answers requests with one engine at a load, timed by the clock that its engine has."""
 
     counter = "ids"
 
-    def __init__(self, name: str, draft: str, engine: Engine, bench: Bench) -> None:
-        self.name, self.draft, self.engine, self.bench = name, draft, engine, bench
+    def __init__(
+        self,
+        name: str,
+        draft: str,
+        engine: Engine,
+        bench: Bench,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.name, self.draft, self.engine, self.bench, self._clock = name, draft, engine, bench, clock
         self._jobs: dict[str, Job] = {}
 
     @property
@@ -170,17 +177,17 @@ class EngineArm:
         waiting = deque(zip(jobs, load.arrivals(len(jobs), block), strict=True))
         most = load.concurrency or len(jobs)
         live: dict[str, _Live] = {}
-        begun = time.perf_counter()
+        begun = self._clock()
         try:
             while waiting or live:
-                now = time.perf_counter()
+                now = self._clock()
                 while waiting and len(live) < most and begun + waiting[0][1] <= now:
                     job, arrival = waiting.popleft()
                     self._add(job, begun + arrival if load.rate else now, load, block, origin, live, keep)
                 if live:
                     self._step(live, load, block, origin, keep)
                 elif waiting:
-                    time.sleep(max(0.0, begun + waiting[0][1] - time.perf_counter()))
+                    time.sleep(max(0.0, begun + waiting[0][1] - self._clock()))
         finally:
             for request_id in live:
                 self.engine.cancel(request_id)
@@ -212,7 +219,7 @@ class EngineArm:
         self, live: dict[str, _Live], load: Load, block: int, origin: float, keep: Callable[[Result], None]
     ) -> None:
         outputs = self.engine.step()
-        now = time.perf_counter()
+        now = self._clock()
         for output in outputs:
             one = live[output.request_id]
             one.outputs.append(output)
