@@ -16,7 +16,7 @@ from torch import Tensor
 from fakes import ContextTarget, RandomProposer
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BlockPool, BlockTable, KVCache
-from foredraft.engine.protocols import Proposer
+from foredraft.engine.protocols import Proposer, Sourced
 from foredraft.engine.sequence import Sequence
 from foredraft.propose import DraftModelProposer, EitherProposer, NgramProposer, SuffixProposer
 from foredraft.sampling import penalize, to_laws
@@ -69,6 +69,18 @@ class Watched:
 
     def forget(self, request_id: str) -> None:
         self.inner.forget(request_id)
+
+
+class WatchedSources(Watched):
+    """The same for one that tells its sources."""
+
+    def sources(self, seq: Sequence) -> tuple[Source, ...]:
+        self._plant()
+        return self._run(self.inner.sources, seq)  # type: ignore[attr-defined,no-any-return]
+
+
+def watched(inner: Proposer, failing: bool) -> Watched:
+    return (WatchedSources if isinstance(inner, Sourced) else Watched)(inner, failing)
 
 
 def draft_model(model: ContextTarget, tree: tuple[int, ...] | None = None) -> Proposer:

@@ -29,7 +29,6 @@ from exact.history import (
     TARGET,
     VOCAB,
     Request,
-    Watched,
     check_books,
     check_cache,
     check_counts,
@@ -37,6 +36,7 @@ from exact.history import (
     check_possible,
     sink_of,
     stored,
+    watched,
 )
 from foredraft.control import AcceptanceBudget, FixedBudget
 from foredraft.engine import Engine, EngineConfig, drafter, engine, kv, scheduler
@@ -98,7 +98,7 @@ class EngineMachine(RuleBasedStateMachine):
             max_batch_tokens=max_seqs + more_rows,
             kv_tokens=blocks * BLOCK,
         )
-        self.proposer = Watched(self.inner, failing) if self.inner else None
+        self.proposer = watched(self.inner, failing) if self.inner else None
         self.engine = Engine(
             TARGET,
             self.proposer,

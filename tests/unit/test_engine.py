@@ -16,7 +16,7 @@ from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BLOCK
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
-from foredraft.types import Needs, SamplingParams, StepOutput
+from foredraft.types import Needs, SamplingParams, Source, StepOutput
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CONFIG = EngineConfig(max_seqs=4, max_len=512, max_batch_tokens=16, kv_tokens=2048)
@@ -288,7 +288,7 @@ def test_equal_beginnings_are_fed_once(prefix_cache: bool) -> None:
 
 
 class FailingProposer(RandomProposer):
-    """Raises for one request, when asked to draft or when told what became of a draft."""
+    """Raises for one request, when asked what could draft, to draft, or when told what became of a draft."""
 
     def __init__(self, target: ContextTarget, method: str) -> None:
         super().__init__(target)
@@ -297,6 +297,10 @@ class FailingProposer(RandomProposer):
     def _fail(self, method: str, seqs: Any) -> None:
         if method == self.method and any(seq.request_id == "bad" and len(seq.output) > 5 for seq in seqs):
             raise RuntimeError("planted")
+
+    def sources(self, seq: Any) -> tuple[Source, ...]:
+        self._fail("sources", [seq])
+        return (Source(4),)
 
     def propose(self, seqs: Any, budgets: Any) -> Any:
         self._fail("propose", seqs)
@@ -307,7 +311,7 @@ class FailingProposer(RandomProposer):
         super().observe(seqs, verdicts, hidden)
 
 
-@pytest.mark.parametrize("method", ["propose", "observe"])
+@pytest.mark.parametrize("method", ["sources", "propose", "observe"])
 def test_a_failing_proposer_is_switched_off(method: str, caplog: pytest.LogCaptureFixture) -> None:
     target = ContextTarget()
     engine = drafting(target, FailingProposer(target, method))

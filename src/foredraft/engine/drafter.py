@@ -33,12 +33,8 @@ class Drafter:
     def propose(self, seqs: list[Sequence], pool: BlockPool, batch_tokens: int) -> list[Draft]:
         """Return one draft a sequence, for which its table has slots, already while it is made."""
         drafts = dict.fromkeys(seqs, NO_DRAFT)
-        drafting = self._drafting(seqs)
+        drafting = [seq for seq in self._drafting(seqs) if self._offered(seq)]
         if drafting and self.controller is not None:
-            if isinstance(self.proposer, Sourced):
-                for seq in drafting:
-                    seq.sources = self.proposer.sources(seq)
-                    seq.source = next(iter(seq.sources), None)
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
             for seq, budget in zip(drafting, budgets, strict=True):
@@ -49,6 +45,17 @@ class Drafter:
                 assert len(drafts[seq]) <= budget
                 pool.shrink(seq.table, len(seq.tokens) + len(drafts[seq]))
         return list(drafts.values())
+
+    def _offered(self, seq: Sequence) -> bool:
+        """Note what could draft next, if the proposer tells; False if it fails."""
+        if isinstance(self.proposer, Sourced):
+            try:
+                seq.sources = self.proposer.sources(seq)
+            except Exception as error:
+                self._switch_off(seq, error)
+                return False
+            seq.source = next(iter(seq.sources), None)
+        return True
 
     def _propose(self, seqs: list[Sequence], budgets: list[int]) -> dict[Sequence, Draft]:
         """Ask for all drafts at once; if that fails, one by one, to find out whose fault it is."""
