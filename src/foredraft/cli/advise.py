@@ -14,12 +14,8 @@ from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from foredraft.measure.advise import Advice, Method, Traffic
-    from foredraft.measure.engine_arm import Bench, Job
+    from foredraft.measure.advise import Advice
     from foredraft.measure.records import Record
-    from foredraft.measure.workload import Ask
 
 
 @takes_options
@@ -64,66 +60,19 @@ def _predicted(asked: Asked, answering: Answering, load: str) -> Advice:
 
     from foredraft.measure.advise import predict
     from foredraft.measure.engine_arm import open_bench
+    from foredraft.measure.methods import method_of, traffic_of
     from foredraft.measure.workload import parse_loads
 
     asks = asked.load_asks()
     loads = parse_loads(load)
     bench = open_bench(answering.load_llm(), asks, loads)
-    methods = [_method(bench, draft) for _, draft, _ in answering.drafts() if draft != "none"]
+    methods = [method_of(bench, draft) for _, draft, _ in answering.drafts() if draft != "none"]
     if not methods:
         raise ConfigError(f"--draft {answering.draft} names no draft to judge: use ngram,suffix")
     with Console(stderr=True).status("answering the requests") as status:
-        traffic = _traffic(bench, asks)
+        traffic = traffic_of(bench, asks)
         at_once = sorted({one.concurrency or 1 for one in loads})
         return predict(bench.target, methods, traffic, at_once, status.update)
-
-
-def _traffic(bench: Bench, asks: Sequence[Ask]) -> Traffic:
-    """Let the target answer, greedily and plainly."""
-    from dataclasses import replace
-
-    from foredraft.measure.advise import Traffic
-    from foredraft.measure.replay import Known
-
-    engine = bench.engine("none")
-    jobs: dict[str, Job] = {}
-    for ask in asks:
-        job = bench.encode(ask)
-        jobs[engine.add(job.prompt, replace(job.params, temperature=0.0, logprobs=0))] = job
-    ids: dict[str, list[int]] = {request: [] for request in jobs}
-    logprobs: list[float] = []
-    while engine.has_work:
-        for output in engine.step():
-            ids[output.request_id] += output.token_ids
-            logprobs += [entry.logprob for entry in output.logprobs or ()]
-    known = tuple(Known(tuple(job.prompt), tuple(ids[request])) for request, job in jobs.items())
-    temperature = max(job.params.temperature for job in jobs.values())
-    return Traffic(known, temperature, sum(logprobs) / len(logprobs))
-
-
-def _method(bench: Bench, draft: str) -> Method:
-    from copy import deepcopy
-
-    from foredraft.measure.advise import Method
-    from foredraft.measure.costs import BUDGETS
-    from foredraft.propose import draft_dir, load_draft, make_drafting
-
-    target: Any = bench.target
-    model = load_draft(draft, target=target, tokenizer=bench.llm.tokenizer)
-
-    def make(tokens: int) -> Any:
-        return make_drafting(
-            draft, model, vocab_size=target.vocab_size, kv_tokens=tokens, budget=4, target=target
-        ).proposer
-
-    auto: Any = make_drafting(
-        draft, model, vocab_size=target.vocab_size, kv_tokens=512, target=target
-    ).controller
-    size, longest = 0, BUDGETS[-1]
-    if model is not None and "+" not in draft:
-        longest = auto.source.longest
-        size = sum(file.stat().st_size for file in draft_dir(draft, target).glob("*.safetensors"))
-    return Method(draft, make, lambda: deepcopy(auto), longest, size)
 
 
 def _show(advice: Advice, beside: Record | None, as_json: bool) -> None:

@@ -19,6 +19,7 @@ _SHORT = 24  # tokens: answers in which there is little to gain
 _HOT = 1.2
 _UNSURE = -1.5  # nats: mean log-probability of answers that nothing predicts
 WORTH = 1.03  # a gain below this is not worth switching anything on
+_SPARE = 600  # positions of a draft's cache beyond the longest text, as a replay's own cache has
 _ROOM = 4096  # positions of a draft's cache for each request while it is timed
 
 
@@ -121,7 +122,7 @@ def predict(
         costs.append(measure_load(target, traffic.known, load, prompts, longest, clock))
     plain = [Profile(one, ((),) * len(one.answer), 0.0) for one in traffic.known]
     speeds = [simulate(plain, at).tokens_per_s for at in costs]
-    tokens = max(len(one.prompt) + len(one.answer) for one in traffic.known) + 64
+    tokens = max(len(one.prompt) + len(one.answer) for one in traffic.known) + _SPARE
     predictions: list[Prediction] = []
     for method in methods:
         on_part(f"replaying {method.name}")
