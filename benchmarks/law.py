@@ -20,8 +20,9 @@ import json
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -107,32 +108,28 @@ def _p_value(one: Counts, other: Counts, length: int) -> float:
     return float(chi2_contingency(table, correction=False).pvalue) if table.shape[1] > 1 else 1.0
 
 
-def compare(model: Model, case: int, draws: int) -> list[dict[str, Any]]:
+def compare(model: Model, case: int, draws: int) -> Iterator[dict[str, Any]]:
     """Compare each draft with plain decoding on one prompt."""
     text, params = CASES[case]
     prompt = model.tokenizer.encode(text)[-PROMPT:]
     assert len(prompt) == PROMPT
-    samples = {}
+    plain: Counts = {}
     for number, (draft, budget) in enumerate(BUDGETS.items()):
         engine = model.engine(draft, max_seqs=64, max_len=2 * BLOCK, kv_tokens=65 * 2 * BLOCK)
         first = (case * len(BUDGETS) + number) * draws
-        some = replace(params, budget=budget)
-        samples[draft] = sample(engine, prompt, some, range(first, first + draws))
-    plain = samples.pop(None)
-    records = []
-    for draft, found in samples.items():
-        records.append(
-            {
-                "prompt": case,
-                "draft": draft,
-                "draws": draws,
-                "cells": sum(plain.counts.get(c, 0) + n >= LEAST for c, n in found.counts.items()),
-                "p_value": p_value(plain.counts, found.counts),
-                "levels": found.levels,
-                "accepted": found.accepted,
-            }
-        )
-    return records
+        found = sample(engine, prompt, replace(params, budget=budget), range(first, first + draws))
+        if draft is None:
+            plain = found.counts
+            continue
+        yield {
+            "prompt": case,
+            "draft": draft,
+            "draws": draws,
+            "cells": sum(plain.get(c, 0) + n >= LEAST for c, n in found.counts.items()),
+            "p_value": p_value(plain, found.counts),
+            "levels": found.levels,
+            "accepted": found.accepted,
+        }
 
 
 def known_law() -> np.ndarray:
@@ -199,14 +196,22 @@ def main() -> int:
     cli.add_argument("--out", type=Path, default=Path("results/law.jsonl"))
     args = cli.parse_args()
 
-    records = [power(distance, draws) for distance in DISTANCES for draws in sorted({args.draws, 20_000})]
+    records: list[dict[str, Any]] = []
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, args.out.open("w", encoding="utf-8") as out:
+
+        def keep(record: dict[str, Any]) -> None:
+            out.write(json.dumps(record) + "\n")
+            out.flush()
+            records.append(record)
+
+        keep(header(args))
+        for distance, draws in product(DISTANCES, sorted({args.draws, 20_000})):
+            keep(power(distance, draws))
         model = Model.load(args.model, Path(folder), args.dtype)
         for case in track(range(len(CASES)), "prompts", console=Console(stderr=True)):
-            records += compare(model, case, args.draws)
-        for record in [header(args), *records]:
-            out.write(json.dumps(record) + "\n")
+            for record in compare(model, case, args.draws):
+                keep(record)
     for table in tables(records):
         Console(width=100).print(table)
     return int(any(record.get("p_value", 1) < ALARM for record in records))
