@@ -128,7 +128,7 @@ def test_two_processes_learn_one_draft(tmp_path: Path) -> None:
     ]
     try:
         (first, record), (second, nothing) = (
-            map(json.loads, process.communicate(timeout=120)[0].splitlines()[-2:]) for process in started
+            map(json.loads, process.communicate(timeout=280)[0].splitlines()[-2:]) for process in started
         )
     finally:
         for process in started:

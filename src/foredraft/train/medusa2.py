@@ -32,8 +32,9 @@ NOTICE = (
     "draft for the new target only"
 )
 _WARM_UP = 1  # epochs of the heads alone: untrained ones would only spoil the target
-_HEADS_SHARE = 0.2  # of the heads' loss, beside the target's own
-_RATE_SHARE = 0.05  # of the target's learning rate, beside the heads'
+# What a nat of the heads' loss may cost in divergence: at 0.2 SmolLM2-135M is 0.3 nats off after 22 steps.
+_HEADS_SHARE = 0.05
+_RATE_SHARE = 0.02  # of the target's learning rate, beside the heads'
 
 
 class Medusa2Loss(nn.Module):
