@@ -147,8 +147,9 @@ class EagleProposer:
 
     def _run(self, batch: Batch, features: Tensor) -> Tensor:
         """Return the head's output [rows, hidden] and write its cache."""
-        attend = Attend(batch, self._kv, self._kv.device, features.dtype)
-        return self._fast(batch.token_ids, batch.positions, features, attend)
+        device = self._kv.device
+        attend = Attend(batch, self._kv, device, features.dtype)
+        return self._fast(batch.token_ids.to(device), batch.positions.to(device), features, attend)
 
     def _grow(self, draft: _Growing, logits: Tensor) -> None:
         """Add the candidates of one level; logits: [nodes, draft vocab], after the root or the newest fed

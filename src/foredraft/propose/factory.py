@@ -54,7 +54,7 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
     dtype = str(target.dtype).removeprefix("torch.")
     path = draft_dir(draft, target)
     if is_head(path):
-        return load_head(path, target_facts(Path(target.name)), target.dtype)
+        return load_head(path, target_facts(Path(target.name)), target.dtype, target.device)
     if is_distilled(path):
         path = complete(path, target_facts(Path(target.name)))
         return load_target(path, dtype=dtype, device=str(target.device))

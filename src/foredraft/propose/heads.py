@@ -75,20 +75,25 @@ class MedusaDraft:
         )
 
 
-def load_head(path: Path, facts: TargetFacts, dtype: torch.dtype) -> EagleDraft | MedusaDraft:
-    """Load a head of either kind for a target. Raises CheckpointError if it is damaged or does not fit."""
+def load_head(
+    path: Path, facts: TargetFacts, dtype: torch.dtype, device: torch.device
+) -> EagleDraft | MedusaDraft:
+    """Load a head of either kind for a target, where that is. Raises CheckpointError if it is damaged or does
+    not fit.
+    """
     files = read_head(path)
     if files.kind == "eagle":
         head = load_eagle(files, facts, dtype)
         rows = target_rows(facts, "lm_head", head.target_ids).to(dtype)
-        return EagleDraft(head, target_rows(facts, "embed", None).to(dtype), rows)
+        embedding = target_rows(facts, "embed", None)
+        return EagleDraft(head.to(device), embedding.to(device, dtype), rows.to(device))
     ids = files.tensors.get("token_map", torch.arange(facts.vocab_size))
     tree = files.own.get("tree")
     return MedusaDraft(
-        load_medusa(files, facts, dtype),
+        load_medusa(files, facts, dtype).to(device),
         facts.num_layers,
-        target_rows(facts, "lm_head", ids).to(dtype),
-        ids,
+        target_rows(facts, "lm_head", ids).to(device, dtype),
+        ids.to(device),
         tuple(tuple(path) for path in tree) if tree else None,
     )
 

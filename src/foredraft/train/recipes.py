@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from foredraft.models import HFCausal, load_target
 from foredraft.models.checkpoint import TargetFacts
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.propose.distilled import complete, save_distilled
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.heads import EagleDraft, MedusaDraft, load_head, save_eagle, save_medusa
+from foredraft.propose.heads import load_head, save_eagle, save_medusa
 from foredraft.propose.medusa import RANKS, calibrate
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch
@@ -52,19 +52,13 @@ class Setting:
 
     def measure_with(self, target: HFCausal, facts: TargetFacts, path: Path) -> SpecStats:
         """Draft for a target with the head in a directory."""
-        draft = _on(load_head(path, facts, target.dtype), target.device)
+        draft = load_head(path, facts, target.dtype, target.device)
         return draft_with(target, draft.proposer(kv_tokens(self.held)), self.held, _MEASURED_BUDGET)
 
     def load(self, path: Path) -> HFCausal:
         """Load another model to run where the target does, as it does."""
         dtype = str(self.target.dtype).removeprefix("torch.")
         return load_target(path, dtype=dtype, device=str(self.target.device))
-
-
-def _on(draft: EagleDraft | MedusaDraft, device: torch.device) -> EagleDraft | MedusaDraft:
-    parts = {field.name: getattr(draft, field.name) for field in fields(draft)}
-    moved: dict[str, Any] = {n: v.to(device) for n, v in parts.items() if isinstance(v, Tensor | nn.Module)}
-    return replace(draft, **moved)
 
 
 def fused_layers(num_layers: int) -> tuple[int, ...]:
