@@ -12,7 +12,7 @@ from fakes import ContextTarget, RandomProposer
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig, decide, engine
 from foredraft.measure.engine_arm import params_of
-from foredraft.measure.subjects import EngineSubject
+from foredraft.measure.engine_subject import EngineSubject
 from foredraft.sampling import draw
 from foredraft.types import NO_DRAFT, SamplingParams, Verdict, chain
 

@@ -126,7 +126,7 @@ def _subjects(answering: Answering, asks: Sequence[Ask]) -> Iterator[list[Subjec
             yield servers
         return
     from foredraft.measure.engine_arm import open_bench
-    from foredraft.measure.subjects import EngineSubject
+    from foredraft.measure.engine_subject import EngineSubject
     from foredraft.measure.workload import Ask as Request
     from foredraft.measure.workload import Load
 

@@ -122,6 +122,7 @@ class _Mock:
             return _error(429, f"more than {self.truth.most} requests at once")
         plan = self._plan(body)
         if body.get("stream"):
+            self.state.running += 1
             return StreamingResponse(self._stream(plan), media_type="text/event-stream")
         await _until(plan.asked_s + self._seconds(len(plan.tokens), plan.slower))
         choice = {"index": 0, "finish_reason": "length", "logprobs": _logprobs(plan, plan.tokens)}
@@ -174,7 +175,6 @@ class _Mock:
         return slower * (self.truth.ttft_s + self.truth.inter_token_s * (tokens - 1))
 
     async def _stream(self, plan: _Plan) -> AsyncIterator[str]:
-        self.state.running += 1
         try:
             size = self.truth.chunk
             for start in range(0, len(plan.tokens), size):
