@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +194,57 @@ def test_a_difference_within_the_noise_is_a_tie() -> None:
     assert compare("x", base, Answered(tokens=(1, 2), tops=tops), noise=0.02).judged == "difference"
     moved = Answered(tokens=(1, 1), tops=({1: -0.69, 2: -0.715}, {1: -0.1, 2: -3.0}))
     assert gap_noise([[base], [moved]]) == pytest.approx(0.015)
+
+
+class Said:
+    """Says one token after another, the first of two that are nearly as likely; alone and together it finds
+    them differently near, if it is coarse.
+    """
+
+    tops, states_laws = 5, False
+
+    def __init__(self, name: str, first: int, *, coarse: bool) -> None:
+        self.name, self.first, self.coarse = name, first, coarse
+
+    def ask(self, bodies: Any, *, together: bool) -> list[Answered]:
+        gap = 0.02 if together and self.coarse else 0.005
+        tops = ({1: -0.7, 2: -0.7 - gap}, *({3: -0.1, 4: -3.0} for _ in range(11)))
+        return [self._one(body["max_tokens"], tops) for body in bodies]
+
+    def _one(self, most: int, tops: Any) -> Answered:
+        tokens = (self.first, *[3] * 11)[:most]
+        logprobs = tuple(top[token] for top, token in zip(tops, tokens, strict=False))
+        text = "".join(map(str, tokens))
+        return Answered(text, tokens, logprobs, tops[:most], "length", len(tokens))
+
+    def token_id(self, token: Any) -> int | None:
+        return None
+
+
+@pytest.mark.parametrize(
+    ("coarse", "fine", "code"), [(1, 1, 0), (2, 1, 0), (2, 2, 1)], ids=["no tie", "tie", "difference"]
+)
+def test_ties_are_decided_in_float32(
+    coarse: int, fine: int, code: int, monkeypatch: Any, tmp_path: Path, capsys: Any
+) -> None:
+    opened = []
+
+    @contextmanager
+    def subjects(answering: Any, asks: Any) -> Iterator[list[Said]]:
+        opened.append(answering.dtype)
+        rough = answering.dtype != "float32"
+        yield [Said("none", 1, coarse=rough), Said("ngram", coarse if rough else fine, coarse=rough)]
+
+    monkeypatch.setattr(import_module("foredraft.cli.check"), "_subjects", subjects)
+    out = tmp_path / "certificate.json"
+    asked = ["--limit", "1", "--max-tokens", "12", "--answers", "0", "--dtype", "bfloat16"]
+    assert command("check", *asked, "--out", str(out)) == code
+    (certificate,) = json.loads(out.read_text())["certificates"]
+    assert {one["judged"] for one in certificate["greedy"]} == ({"tie"} if coarse == 2 else {"same"})
+    assert opened == (["bfloat16", "float32"] if coarse == 2 else ["bfloat16"])
+    judged = {one["judged"] for one in certificate["float32"]}
+    assert judged == (set() if coarse == 1 else {"same"} if fine == 1 else {"difference"})
+    assert ("in float32:" in capsys.readouterr().out) == (coarse == 2)
 
 
 def test_servers_are_checked_and_a_certificate_is_written(tmp_path: Path, capsys: Any) -> None:
