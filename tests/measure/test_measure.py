@@ -173,6 +173,7 @@ def test_a_load_that_a_server_does_not_admit_is_named() -> None:
     (line,) = run.refusals(record)
     assert "at load 6" in line
     assert "429" in line
+    assert line.endswith("lower the load, or raise the server's limit")
 
 
 def test_the_command_writes_records_that_report_reads(tmp_path: Path, capsys: Any) -> None:

@@ -49,8 +49,9 @@ def show(record: Record, *, report: Path | None, by_category: bool, as_json: boo
             console.print(table)
         for line in tables.verdicts(record):
             console.print(line, markup=False, highlight=False)
+    beside = Console(stderr=True, soft_wrap=True)  # a line stays one, however narrow the terminal
     for line in [*tables.sources(record), *refusals(record)]:
-        note(line)
+        beside.print(line, style="dim", markup=False, highlight=False)
     if report is not None:
         from foredraft.measure.page import write_page
 

@@ -22,6 +22,7 @@ _WARM_UPS = 8
 _SETTLED = 0.2  # warm when two requests in a row take times this near
 _PLAIN_PROBES = 4
 _PLAIN_CHARS = 12
+_WAY_OUT = "lower the load, or raise the server's limit"
 
 
 class Arm(Protocol):
@@ -194,7 +195,7 @@ def _refuse_hopeless(file: RecordFile, load: Load) -> None:
         if results and len(errors) == len(results):
             raise ConfigError(
                 f"{arm} answered none of {len(results)} requests at load {load.label}: {errors[0]}; "
-                "lower the load, or raise the server's limit"
+                f"{_WAY_OUT}"
             )
 
 
@@ -206,5 +207,7 @@ def refusals(record: Record) -> list[str]:
             results = record.pick(arm, load)
             errors = [r.error for r in results if r.error]
             if errors:
-                lines.append(f"{arm} at load {load}: {len(errors)} of {len(results)} failed, as: {errors[0]}")
+                line = f"{arm} at load {load}: {len(errors)} of {len(results)} failed, as: {errors[0]}"
+                busy = any("HTTP 429" in error for error in errors)
+                lines.append(line + (f"; {_WAY_OUT}" if busy else ""))
     return lines
