@@ -55,15 +55,14 @@ def test_replay_and_simulation_count_what_a_run_counts(kind: str, budget: int) -
 
 
 @pytest.mark.parametrize("kind", ["ngram", "medusa", "eagle", "model"])
-def test_predictions_are_within_a_tenth_of_measurements(kind: str) -> None:
+def test_predictions_are_near_measurements(kind: str) -> None:
     clock, texts = timed.Clock(), timed.traffic(8)
     method = timed.methods(clock)[kind]
     advice = predict(timed.TimedTarget(clock), [method], Traffic(texts, 0.0, -0.5), [1, 4, 16], clock=clock)
     for load in (1, 4, 16):
         said = [advice.of(kind, load), advice.auto(kind, load)]
         found = timed.measured(texts, load, method, [one.budget for one in said], clock)
-        print(kind, load, [(one.budget, round(one.speedup, 3)) for one in said], found)
-        assert [one.speedup for one in said] == pytest.approx(found, rel=0.1)
+        assert [one.speedup for one in said] == pytest.approx(found, rel=0.05)
     assert advice.best(1).speedup > 1.2
 
 

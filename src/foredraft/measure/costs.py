@@ -154,9 +154,12 @@ def _level(steps: dict[int, float]) -> dict[int, float]:
 
 @dataclass(frozen=True, slots=True)
 class DraftCosts:
-    """Seconds that drafting adds to a step at one load: by the method of a source, by budget."""
+    """Seconds that drafting adds to a step at one load. extra: the draft, by the method of a source, by
+    budget; beside_s: for handing over hidden states, drafted or not.
+    """
 
     extra: dict[str, dict[int, float]]
+    beside_s: float = 0.0
 
     def extra_s(self, method: str, budget: float) -> float:
         """Return the seconds at a budget, in a line between what was measured."""
@@ -178,20 +181,16 @@ def measure_draft(
     Of a draft that reads hidden states, handing them over counts too.
     """
     bench = _Bench(target, proposer, known, costs.seqs, clock)
-    hidden = bool(proposer.needs.hidden_layers)
-
-    def extra_s(t: StepTimes) -> float:
-        around_s = t.target_s + t.other_s - costs.step_s(t.rows) if hidden else 0.0
-        return max(0.0, t.draft_s + around_s)
-
+    beside: list[float] = []
     extra: dict[str, dict[int, float]] = {}
     for method in dict.fromkeys(source.method if source is not None else None for source in sources):
         bench.timer.method = method
         found = {budget: bench.times(budget, _DRAFTS) for budget in (0, *budgets)}
-        extra[method or ""] = {b: sum(map(extra_s, ts)) / len(ts) for b, ts in found.items() if ts} or {
-            0: 0.0
-        }
-    return DraftCosts(extra)
+        extra[method or ""] = {b: sum(t.draft_s for t in ts) / len(ts) for b, ts in found.items() if ts}
+        extra[method or ""].setdefault(0, 0.0)
+        beside += [t.target_s + t.other_s - costs.step_s(t.rows) for ts in found.values() for t in ts]
+    hands_over = bool(proposer.needs.hidden_layers and beside)
+    return DraftCosts(extra, max(0.0, median(beside)) if hands_over else 0.0)
 
 
 class _Bench:

@@ -50,8 +50,8 @@ class _Target:
     eos_ids: frozenset[int] = frozenset()
     device = torch.device("cpu")
 
-    def __init__(self, max_len: int, costs: LoadCosts, clock: _Clock) -> None:
-        self.max_len, self.costs, self.clock = max_len, costs, clock
+    def __init__(self, max_len: int, costs: LoadCosts, beside_s: float, clock: _Clock) -> None:
+        self.max_len, self.costs, self.beside_s, self.clock = max_len, costs, beside_s, clock
 
     def make_kv(self, tokens: int) -> KVCache:
         return KVCache([LayerShape(1, 1, 1)], tokens, dtype=torch.float32)
@@ -59,7 +59,7 @@ class _Target:
     def forward(self, batch: Batch, kv: KVCache, hidden_layers: tuple[int, ...] = ()) -> ForwardOut:
         prompt_rows = sum(max(span.pending - 1, 0) for span in batch.spans)
         decoding = len(batch.token_ids) - prompt_rows
-        self.clock.now += self.costs.step_s(decoding, prompt_rows)
+        self.clock.now += self.costs.step_s(decoding, prompt_rows) + self.beside_s
         logits = torch.zeros(len(batch.logit_rows), 2)
         logits[:, RIGHT] = 1.0
         return ForwardOut(logits)
@@ -143,7 +143,7 @@ def simulate(
     clock = _Clock()
     longest = max(len(one.known.prompt) + len(one.known.answer) for one in profiles) + 1
     engine = Engine(
-        _Target(longest, costs, clock),
+        _Target(longest, costs, drafting.beside_s if drafting is not None else 0.0, clock),
         config=EngineConfig(
             max_seqs=costs.seqs,
             max_len=longest,
