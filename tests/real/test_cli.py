@@ -63,40 +63,48 @@ class Terminal:
 
 
 @pytest.fixture
-def chat() -> Iterator[Terminal]:
-    terminal = Terminal("chat", "--temperature", "0", "--max-tokens", "400", "--ignore-eos")
-    yield terminal
-    terminal.close()
+def terminal(request: pytest.FixtureRequest) -> Iterator[Terminal]:
+    """What a test's parameter says, greedy and long."""
+    started = Terminal(*request.param, "--temperature", "0", "--max-tokens", "2000", "--ignore-eos")
+    yield started
+    started.close()
 
 
-def test_ctrl_c_ends_the_answer_and_not_the_chat(chat: Terminal) -> None:
-    chat.until("> ")
-    chat.type("Tell me a long story about a lighthouse.\n")
-    chat.until("lighthouse.")
-    chat.until(" the ")  # it is answering
-    chat.interrupt()
-    chat.until("> ")
-    chat.type("/reset\n")
-    chat.until("a new conversation")
-    chat.until("> ")
-    chat.type("/quit\n")
-    assert chat.process.wait(PATIENCE_S) == 0
+in_chat = pytest.mark.parametrize("terminal", [["chat"]], indirect=True)
+in_generate = pytest.mark.parametrize(
+    "terminal", [["generate", "Tell me a long story about a lighthouse.", "--draft", "none"]], indirect=True
+)
 
 
-def test_ctrl_d_leaves_the_chat(chat: Terminal) -> None:
-    chat.until("> ")
-    chat.type("\x04")
-    assert chat.process.wait(PATIENCE_S) == 0
+@in_chat
+def test_ctrl_c_ends_the_answer_and_not_the_chat(terminal: Terminal) -> None:
+    terminal.until("> ")
+    terminal.type("Tell me a long story about a lighthouse.\n")
+    terminal.until("lighthouse.")
+    terminal.until(" the ")  # it is answering
+    terminal.interrupt()
+    terminal.until("> ")
+    terminal.type("/reset\n")
+    terminal.until("a new conversation")
+    terminal.until("> ")
+    terminal.type("/quit\n")
+    assert terminal.process.wait(PATIENCE_S) == 0
 
 
-def test_ctrl_c_in_generate_exits_with_130_and_prints_no_traceback() -> None:
-    terminal = Terminal("generate", "Write a very long poem.", "--max-tokens", "2000", "--ignore-eos")
+@in_chat
+def test_ctrl_d_leaves_the_chat(terminal: Terminal) -> None:
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(PATIENCE_S) == 0
+
+
+@in_generate
+def test_ctrl_c_in_generate_exits_with_130_and_prints_no_traceback(terminal: Terminal) -> None:
     terminal.until(" the ")
     terminal.interrupt()
     shown = terminal.until("interrupted")
     assert terminal.process.wait(PATIENCE_S) == 130
     assert "Traceback" not in shown
-    terminal.close()
 
 
 def test_a_question_from_a_pipe_is_answered_in_json() -> None:
