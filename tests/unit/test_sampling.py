@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from transformers.generation import logits_process as hf
 
 from foredraft import sampling
-from foredraft.sampling import to_laws
+from foredraft.sampling import forbid, to_laws, widen
 from foredraft.types import SamplingParams
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
@@ -235,3 +236,19 @@ def test_bias_and_draws_stay_on_the_device_of_the_logits() -> None:
 def test_the_smallest_top_p_keeps_the_best_token(top_p: float) -> None:
     law = to_laws(torch.tensor([[1.0, 3.0, 2.0]]), SamplingParams(top_p=top_p))
     assert law.tolist() == [[0.0, 1.0, 0.0]]
+
+
+def test_a_narrow_vocabulary_is_widened() -> None:
+    logits = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]], dtype=torch.bfloat16)
+    full = widen(logits, torch.tensor([4, 0, 2]), 5)
+    no = -math.inf
+    assert full.dtype == torch.bfloat16
+    assert full.tolist() == [[2.0, no, 3.0, no, 1.0], [5.0, no, 6.0, no, 4.0]]
+
+
+def test_what_is_not_allowed_is_ruled_out() -> None:
+    logits = torch.tensor([[1.0, 2.0], [3.0, 4.0]], dtype=torch.bfloat16)
+    ruled = forbid(logits, torch.tensor([[True, False], [True, True]]))
+    assert ruled.dtype == torch.float32
+    assert ruled.tolist() == [[1.0, -math.inf], [3.0, 4.0]]
+    assert logits.tolist() == [[1.0, 2.0], [3.0, 4.0]]
