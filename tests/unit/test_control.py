@@ -262,6 +262,10 @@ def test_the_fastest_passes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
     file.write_text(json.dumps(known))  # from a quieter time
     again = pass_costs(target, "toy", where=tmp_path)
     assert (again.seconds(1), again.seconds(4), again.rows[-1]) == (1e-9, 2e-9, 999)
+    known["seconds"] = dict.fromkeys(map(str, again.rows), 1e-9)
+    file.write_text(json.dumps(known, indent=1))
+    pass_costs(target, "toy", where=tmp_path)
+    assert file.read_text() == json.dumps(known, indent=1)  # nothing was faster: it is left alone
     for damaged in ("{}", "[]", "{", '{"seconds": {"a": 1}}'):
         file.write_text(damaged)
         assert pass_costs(target, "toy", where=tmp_path).seconds(1) > 1e-9

@@ -33,8 +33,8 @@ def proposer(model: ContextTarget, **options: Any) -> DraftModelProposer:
     return DraftModelProposer(model, vocab_size=model.vocab_size, kv_tokens=2048, **options)
 
 
-def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
-    model = ContextTarget(seed=1)
+def rows_of(model: ContextTarget) -> list[int]:
+    """A list that gets the rows of every pass from now on."""
     rows: list[int] = []
     forward = model.forward
 
@@ -43,6 +43,12 @@ def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
         return forward(batch, kv, hidden_layers)
 
     model.forward = counted  # type: ignore[method-assign]
+    return rows
+
+
+def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
+    model = ContextTarget(seed=1)
+    rows = rows_of(model)
     drafter, seq = proposer(model), sequence([1, 2, 3])
     (draft,) = drafter.propose([seq], [3])
     assert rows == [3, 1, 1]
@@ -60,14 +66,7 @@ def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
 
 def test_a_known_beginning_is_not_fed_again() -> None:
     model, target = ContextTarget(seed=1), ContextTarget(seed=1)
-    rows: list[int] = []
-    forward = model.forward
-
-    def counted(batch: Any, kv: Any, hidden_layers: tuple[int, ...] = ()) -> Any:
-        rows.append(len(batch.token_ids))
-        return forward(batch, kv, hidden_layers)
-
-    model.forward = counted  # type: ignore[method-assign]
+    rows = rows_of(model)
     config = EngineConfig(max_seqs=2, max_len=256, max_batch_tokens=256, kv_tokens=2048)
     engine = Engine(target, proposer(model), config=config, controller=FixedBudget(3))
     prompt = [token % target.vocab_size for token in range(80)]

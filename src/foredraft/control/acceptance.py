@@ -64,18 +64,18 @@ class Counts:
         return min(_MOST, (self.accepted[rank] + worth * assumed) / (self.judged[rank] + worth))
 
 
+@dataclass(slots=True)
 class Request:
     """What is known of one request: counts by source, the source of its newest draft, its steps and those at
     which each method was last chosen, the steps since it last drafted, and whether it is being probed.
     """
 
-    def __init__(self) -> None:
-        self.counts: dict[Source, Counts] = {}
-        self.source: Source | None = None
-        self.steps = 0
-        self.chosen: dict[str, int] = {}
-        self.idle = 0
-        self.probing = False
+    counts: dict[Source, Counts] = field(default_factory=dict)
+    source: Source | None = None
+    steps: int = 0
+    chosen: dict[str, int] = field(default_factory=dict)
+    idle: int = 0
+    probing: bool = False
 
 
 class Acceptance:
@@ -90,7 +90,7 @@ class Acceptance:
         ranks = range(source.longest)
         # Of a tree later nodes lie beside earlier ones, and lose less.
         self._prior = [source.prior / (n + 1) if source.tree else source.prior ** (n + 1) for n in ranks]
-        self._overall = self.all.gains(self._prior, _WORTH_ALL)
+        self._overall: list[float] = []  # gains over all requests; none until they are asked for
 
     def learn(self, request: Request, nodes: int, levels: int, path: Seq[int]) -> None:
         """Take in a step of a request. What it met with other sources fades too: that may have changed."""
@@ -99,7 +99,7 @@ class Acceptance:
             here = source == self.source
             counts.learn(nodes if here else 0, path if here else (), _FADE)
         self.all.learn(nodes, path, _FADE_ALL)
-        self._overall = self.all.gains(self._prior, _WORTH_ALL)
+        self._overall = []
         if nodes > 1:
             self.spread += 0.1 * (math.log(levels) / math.log(nodes) - self.spread)
 
@@ -109,5 +109,6 @@ class Acceptance:
 
     def gains(self, request: Request) -> list[float]:
         """Expected accepted tokens that the first, second, … node of a draft adds; they never grow."""
+        self._overall = self._overall or self.all.gains(self._prior, _WORTH_ALL)
         counts = request.counts.get(self.source)
         return self._overall if counts is None else counts.gains(self._overall, _WORTH)

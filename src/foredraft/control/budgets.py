@@ -73,7 +73,8 @@ class AcceptanceBudget:
             return self._draft_s(deepest, count)
 
         alike_s: dict[Source, list[float]] = {}  # the step's time if all draft 0, 1, 2 … nodes of a source
-        for source in {source for seq in seqs for source in seq.sources or ()}:
+        choices = [seq.sources for seq in seqs if seq.sources and len(seq.sources) > 1]
+        for source in {source for some in choices for source in some}:
             sizes = range(source.longest + 1)
             alike_s[source] = [pass_s(nodes * count) + draft_s({source: nodes}) for nodes in sizes]
         pairs = zip(seqs, requests, strict=True)

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -95,7 +94,6 @@ def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassC
     adds. A cache that cannot be read or written is done without.
     """
     path = (where or cache_dir() / "costs") / f"{_key(target, name)}.json"
-    known: dict[str, Any] = {}
     before: dict[int, float] = {}
     try:
         known = json.loads(path.read_text(encoding="utf-8"))
@@ -113,9 +111,9 @@ def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassC
         rows: min(some.get(rows, float("inf")) for some in (before, now)) for rows in {**before, **now}
     }
     costs = PassCosts(seconds, seq_s=min(apart, costs.seq_s))
-    record = {"target": name, "seconds": seconds, "seq_s": costs.seq_s}
-    if record == known:
+    if (seconds, costs.seq_s) == (before, apart):
         return costs
+    record = {"target": name, "seconds": seconds, "seq_s": costs.seq_s}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         unfinished = path.with_suffix(f".{os.getpid()}")

@@ -23,6 +23,7 @@ class Drafter:
         if (proposer is None) != (controller is None):
             raise ConfigError("a proposer needs a controller, and a controller needs a proposer")
         self.proposer, self.controller = proposer, controller
+        self._sourced = proposer if isinstance(proposer, Sourced) else None
         self._off: set[str] = set()  # requests that go on without drafts
 
     @property
@@ -48,9 +49,9 @@ class Drafter:
 
     def _offered(self, seq: Sequence) -> bool:
         """Note what could draft next, if the proposer tells; False if it fails."""
-        if isinstance(self.proposer, Sourced):
+        if self._sourced is not None:
             try:
-                seq.sources = self.proposer.sources(seq)
+                seq.sources = self._sourced.sources(seq)
             except Exception as error:
                 self._switch_off(seq, error)
                 return False

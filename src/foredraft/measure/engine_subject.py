@@ -9,6 +9,7 @@ from foredraft.engine.drafter import Drafter
 from foredraft.errors import ForedraftError
 from foredraft.measure.stated import Guess
 from foredraft.measure.subjects import Answered
+from foredraft.tree import children
 from foredraft.types import Draft, StepOutput
 
 
@@ -69,10 +70,10 @@ class EngineSubject:
 
 def _guesses(draft: Draft, output: StepOutput) -> list[Guess | None]:
     """Return what was guessed at the place of each token of a step, from the root along the accepted path."""
-    tokens = draft.tokens.tolist()
+    tokens, below = draft.tokens.tolist(), children(draft.parents)
     found: list[Guess | None] = []
     for parent, _ in zip((-1, *output.path), output.token_ids, strict=False):
-        kids = [node for node, above in enumerate(draft.parents) if above == parent]
+        kids = below[parent + 1]
         guess = Guess(tuple(tokens[node] for node in kids)) if kids else None
         if guess is not None and draft.draw != "fixed" and draft.laws is not None:
             drawn = float(draft.laws[parent + 1, tokens[kids[0]]])

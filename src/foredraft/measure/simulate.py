@@ -75,7 +75,7 @@ class _Proposer:
 
     def at(self, seq: Sequence) -> tuple[Judged, ...]:
         """The drafts that are known at the place of a sequence."""
-        return self.profiles[int(seq.request_id.partition("#")[0])].places[len(seq.output)]
+        return _profile(self.profiles, seq.request_id).places[len(seq.output)]
 
     def chosen(self, seq: Sequence) -> Judged | None:
         """The draft to use for a sequence."""
@@ -92,7 +92,7 @@ class _Proposer:
                 method = judged.source.method if judged.source is not None else ""
                 most[method] = max(budget, most.get(method, 0))
             if not seq.output:
-                self.clock.now += self.profiles[int(seq.request_id.partition("#")[0])].start_s
+                self.clock.now += _profile(self.profiles, seq.request_id).start_s
         idle_s = min(self.costs.extra_s(method, 0) for method in self.costs.extra)
         self.clock.now += idle_s + sum(self.costs.extra_s(m, b) - idle_s for m, b in most.items())
         return drafts
@@ -122,6 +122,11 @@ class _Drafter(Drafter):
     def _propose(self, seqs: list[Sequence], budgets: list[int]) -> dict[Sequence, Draft]:
         assert self.proposer is not None
         return dict(zip(seqs, self.proposer.propose(seqs, budgets), strict=True))
+
+
+def _profile(profiles: Seq[Profile], request_id: str) -> Profile:
+    """Return the profile with whose number a request's id begins."""
+    return profiles[int(request_id.partition("#")[0])]
 
 
 def _first(judged: Judged, budget: int) -> Draft:
@@ -169,7 +174,7 @@ def _block(engine: Engine, clock: _Clock, profiles: Seq[Profile], ids: Seq[str])
     while waiting or begun:
         while waiting and len(begun) < engine.config.max_seqs:
             request_id = waiting.popleft()
-            known = profiles[int(request_id.partition("#")[0])].known
+            known = _profile(profiles, request_id).known
             params = SamplingParams(temperature=0, max_tokens=len(known.answer), ignore_eos=True)
             engine.add([RIGHT] * len(known.prompt), params, request_id)
             begun[request_id] = clock.now

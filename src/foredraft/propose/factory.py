@@ -92,7 +92,8 @@ def make_drafting(
         proposer: Proposer | None = lookup
         source = Source(LONGEST)
     else:
-        source = _source(model, tree, None if target is None else draft_dir(other, target))
+        trained = draft_dir(other, target) if target is not None and budget == "auto" else None
+        source = _source(model, tree, trained)
         proposer = _proposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
         if lookup is not None:
             proposer = EitherProposer(lookup, proposer, source)

@@ -212,28 +212,25 @@ def _messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[s
 def _native(index: int, message: Message) -> dict[str, Any]:
     """Return a message as templates know it that know tools."""
     calls = [{"type": "function", "function": _call(index, c.function)} for c in message.tool_calls or ()]
-    content = _text(message)
-    if content is None and not calls:
-        raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
-    said = {"role": _role(message), "content": content or ""}
+    said = {"role": _role(message), "content": _text(index, message)}
     return said | {"tool_calls": calls} if calls else said
 
 
 def _turn(index: int, message: Message) -> dict[str, str]:
-    content = _text(message)
+    content = _text(index, message)
     if message.tool_calls:
         calls = [f"{CALL_BEGIN}{json.dumps(_call(index, c.function))}{CALL_END}" for c in message.tool_calls]
         content = "\n".join([content, *calls] if content else calls)
-    if content is None:
-        raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
     if message.role == "tool":  # a role that few templates know
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     return {"role": _role(message), "content": content}
 
 
-def _text(message: Message) -> str | None:
+def _text(index: int, message: Message) -> str:
     content = message.content
-    return "".join(part.text for part in content) if isinstance(content, list) else content
+    if content is None and not message.tool_calls:
+        raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
+    return "".join(part.text for part in content) if isinstance(content, list) else content or ""
 
 
 def _role(message: Message) -> str:
