@@ -37,8 +37,13 @@ def train(
         list[float] | None, typer.Option(help="Of the answers; may be repeated. Default: 0 and 1 in turn.")
     ] = None,
     draft_vocab: Annotated[
-        int, typer.Option(help="Draft from so many tokens, those that answers use most.")
-    ] = 8192,
+        int | None,
+        typer.Option(help="Draft from so many tokens, those that answers use most. Default: 8192."),
+    ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(help="Go on from such a draft: a directory, or eagle, medusa, distilled (shipped)."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Train a draft for your own model on your own prompts.
@@ -75,6 +80,7 @@ def train(
         longest=longest,
         limit=limit,
         draft_vocab_size=draft_vocab,
+        start_from=start_from,
     )
     columns = (
         TextColumn("{task.description}"),

@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft.engine.protocols import Proposer
 from foredraft.errors import CheckpointError
 from foredraft.models.checkpoint import HeadFiles, TargetFacts, check_fits, read_head, write_head
-from foredraft.models.formats.files import default_layers, target_rows, target_tensor
+from foredraft.models.formats.files import default_layers, norms, target_rows
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.propose.eagle import EagleProposer
 from foredraft.propose.medusa import MedusaProposer
@@ -174,9 +174,13 @@ def save_medusa(
 
 
 def fingerprint(facts: TargetFacts) -> str:
-    """Return what tells a target from others of its shape: a hash of its last norm's weights."""
-    weight = target_tensor(facts, "model.norm.weight")
-    return hashlib.sha256(weight.float().numpy().tobytes()).hexdigest()[:16]
+    """Return what tells a target from others of its shape: a hash of its norms' weights, which quantising
+    leaves as they are.
+    """
+    digest = hashlib.sha256()
+    for name, weight in norms(facts):
+        digest.update(name.encode() + weight.float().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def target_record(facts: TargetFacts) -> dict[str, Any]:

@@ -6,11 +6,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from foredraft.errors import CheckpointError
+from foredraft.models.checkpoint import TargetFacts
+from foredraft.models.load import DRAFT_VOCABULARY
+from foredraft.propose.distilled import complete, is_distilled
 from foredraft.train.data import Batch
 
 
@@ -62,6 +68,25 @@ def cut(model: Any, layers: Sequence[int]) -> Any:
     for place, layer in enumerate(layers):
         state |= {f"model.layers.{place}.{n}": v for n, v in kept[layer].state_dict().items()}
     small.load_state_dict(state)
-    small.get_input_embeddings().weight.requires_grad_(False)
-    small.get_output_embeddings().weight.requires_grad_(False)
-    return small.eval()
+    return with_fixed_embeddings(small)
+
+
+def earlier(path: Path, facts: TargetFacts) -> tuple[Any, Tensor]:
+    """Load a distilled draft to train it on: the model, and the tokens it drafts from, int64 [draft vocab].
+
+    Raises CheckpointError if it is another kind of draft, or for another target.
+    """
+    from transformers import AutoModelForCausalLM
+
+    if not is_distilled(path):
+        raise CheckpointError(f"{path} holds no distilled draft: start from one, or from none")
+    home = complete(path, facts)
+    model = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32)
+    return with_fixed_embeddings(model), load_file(home / DRAFT_VOCABULARY)["token_ids"]
+
+
+def with_fixed_embeddings(model: Any) -> Any:
+    """Return a transformers model whose vocabulary matrices do not learn."""
+    model.get_input_embeddings().weight.requires_grad_(False)
+    model.get_output_embeddings().weight.requires_grad_(False)
+    return model.eval()

@@ -13,7 +13,7 @@ from foredraft.models.heads import EagleLayer
 from foredraft.train.data import Batch, mean
 
 DECAY = 0.8  # of a level's weight in the loss, per level
-_FIRST = 2  # levels of the first epoch: while these are bad, later ones teach nothing
+FIRST = 2  # levels of the first epoch: while these are bad, later ones teach nothing
 _PROJECTED = 0.5  # share of the places whose later levels are projected to the vocabulary: that costs most
 
 
@@ -48,12 +48,14 @@ class EagleLoss(nn.Module):
     """Cross-entropy of `levels` guesses in a row against the target's laws, from every token of an answer.
 
     embedding: [vocab, hidden] and lm_head: [vocab, hidden] are the target's. Level 0 reads the target's
-    features, each later one the head's own output and the answer's next token.
+    features, each later one the head's own output and the answer's next token. first: levels of epoch 0.
     """
 
-    def __init__(self, head: EagleLayer, embedding: Tensor, lm_head: Tensor, levels: int) -> None:
+    def __init__(
+        self, head: EagleLayer, embedding: Tensor, lm_head: Tensor, levels: int, first: int = FIRST
+    ) -> None:
         super().__init__()
-        self.head, self.levels = head, levels
+        self.head, self.levels, self.first = head, levels, first
         self.embedding = embedding
         self.vocabulary = lm_head[head.target_ids]
 
@@ -70,7 +72,7 @@ class EagleLoss(nn.Module):
         loss = wanted.new_zeros(())
         right = torch.ones_like(best, dtype=torch.bool)
         shares = []
-        for level, features in enumerate(self.unroll(batch, tree, self.levels if epoch else _FIRST)):
+        for level, features in enumerate(self.unroll(batch, tree, self.levels if epoch else self.first)):
             judged = (tree.left >= level).nonzero().flatten()
             if level:
                 taken = torch.rand(len(judged), generator=generator) < _PROJECTED

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from foredraft.errors import CheckpointError
 from foredraft.models import HFCausal, load_target
-from foredraft.models.checkpoint import TargetFacts
+from foredraft.models.checkpoint import HeadFiles, TargetFacts, read_head
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.propose.distilled import complete, save_distilled
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.heads import load_head, save_eagle, save_medusa
+from foredraft.propose.heads import load_eagle, load_head, load_medusa, save_eagle, save_medusa
 from foredraft.propose.medusa import RANKS, calibrate
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch
-from foredraft.train.distil import DistilLoss, chosen_layers, cut
-from foredraft.train.eagle import EagleLoss, from_last_layer
+from foredraft.train.distil import DistilLoss, chosen_layers, cut, earlier
+from foredraft.train.eagle import FIRST, EagleLoss, from_last_layer
 from foredraft.train.loop import Trainee
 from foredraft.train.measure import draft_with, kv_tokens
 from foredraft.train.medusa import MedusaLoss, rank_hits
@@ -37,7 +38,7 @@ DRAFT_MEASURED = 4  # of a chain
 @dataclass(frozen=True)
 class Setting:
     """What a recipe starts from: the target as it runs, its facts, its transformers module in float32 and
-    config, and the answers held out.
+    config, the answers held out, and the directory of an earlier draft of its kind, if it is to go on.
     """
 
     target: HFCausal
@@ -45,6 +46,7 @@ class Setting:
     model: Any
     held: Sequence[Answer]
     held_batch: Batch
+    start: Path | None = None
 
     def measure(self, path: Path) -> SpecStats:
         """Draft with the head in a directory."""
@@ -54,6 +56,15 @@ class Setting:
         """Draft for a target with the head in a directory."""
         draft = load_head(path, facts, target.dtype, target.device)
         return draft_with(target, draft.proposer(kv_tokens(self.held)), self.held, _MEASURED_BUDGET)
+
+    def started(self, kind: str) -> HeadFiles | None:
+        """Return the head to start from; raises CheckpointError if it is of another kind, or damaged."""
+        if self.start is None:
+            return None
+        files = read_head(self.start)
+        if files.kind != kind:
+            raise CheckpointError(f"{self.start} holds {files.kind} and {kind} is trained: start from {kind}")
+        return files
 
     def load(self, path: Path) -> HFCausal:
         """Load another model to run where the target does, as it does."""
@@ -76,14 +87,23 @@ def frequent_tokens(answers: Sequence[Answer], count: int, vocab_size: int) -> T
 
 
 def eagle(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
-    """An EAGLE head, begun as the target's last layer."""
-    facts, model = setting.facts, setting.model
+    """An EAGLE head, begun as the target's last layer or an earlier head."""
+    facts, model, files = setting.facts, setting.model, setting.started("eagle")
     layers = fused_layers(facts.num_layers)
-    head = EagleLayer(EagleConfig.like(model.config, layers, draft_vocab_size))
-    head.set_vocabulary(frequent_tokens(answers, head.config.draft_vocab_size, facts.vocab_size))
-    from_last_layer(head, model)
+    if files is None:
+        head = EagleLayer(EagleConfig.like(model.config, layers, draft_vocab_size))
+        head.set_vocabulary(frequent_tokens(answers, head.config.draft_vocab_size, facts.vocab_size))
+        from_last_layer(head, model)
+    else:
+        head = load_eagle(files, facts, torch.float32)
+        if head.config.hidden_layers != layers:
+            raise CheckpointError(
+                f"{files.path} reads hidden states {head.config.hidden_layers}, and {layers} are recorded "
+                "here: start from a head that was trained here, or from none"
+            )
     embedding = model.get_input_embeddings().weight.detach()
-    loss = EagleLoss(head, embedding, model.get_output_embeddings().weight.detach(), EAGLE_LEVELS)
+    first = FIRST if files is None else EAGLE_LEVELS
+    loss = EagleLoss(head, embedding, model.get_output_embeddings().weight.detach(), EAGLE_LEVELS, first)
     max_len = setting.target.max_len
     return Trainee(head, loss, lambda path: save_eagle(path, head, facts, max_len=max_len), setting.measure)
 
@@ -101,10 +121,16 @@ def medusa(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -
 def medusa_loss(
     setting: Setting, answers: Sequence[Answer], draft_vocab_size: int
 ) -> tuple[MedusaLoss, Tensor]:
-    """Return the loss of new Medusa heads, and the tokens they draft from, int64 [draft vocab]."""
-    facts = setting.facts
-    ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
-    heads = MedusaHeads(facts.hidden_size, MEDUSA_HEADS, MEDUSA_LAYERS)
+    """Return the loss of Medusa heads, new or earlier ones, and the tokens they draft from, int64 [draft
+    vocab].
+    """
+    facts, files = setting.facts, setting.started("medusa")
+    if files is None:
+        ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
+        heads = MedusaHeads(facts.hidden_size, MEDUSA_HEADS, MEDUSA_LAYERS)
+    else:
+        ids = files.tensors.get("token_map", torch.arange(facts.vocab_size))
+        heads = load_medusa(files, facts, torch.float32)
     return MedusaLoss(heads, setting.model.get_output_embeddings().weight.detach()[ids]), ids
 
 
@@ -115,10 +141,15 @@ def save_heads(path: Path, loss: MedusaLoss, ids: Tensor, facts: TargetFacts, he
 
 
 def draft(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) -> Trainee:
-    """A model of some of the target's layers, which drafts from the tokens that answers use most."""
+    """A model of some of the target's layers, or an earlier one, which drafts from the tokens that answers
+    use most.
+    """
     facts, target = setting.facts, setting.target
-    ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
-    small = cut(setting.model, chosen_layers(facts.num_layers, min(DRAFT_LAYERS, facts.num_layers - 1)))
+    if setting.start is None:
+        ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
+        small = cut(setting.model, chosen_layers(facts.num_layers, min(DRAFT_LAYERS, facts.num_layers - 1)))
+    else:
+        small, ids = earlier(setting.start, facts)
     loss = DistilLoss(small, setting.model.get_output_embeddings().weight.detach()[ids])
 
     def save(path: Path) -> None:

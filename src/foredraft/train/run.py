@@ -24,6 +24,7 @@ from foredraft.errors import ConfigError
 from foredraft.llm import load_tokenizer
 from foredraft.models import HFCausal, load_target
 from foredraft.models.checkpoint import TargetFacts, target_facts
+from foredraft.propose.factory import draft_dir
 from foredraft.train import recipes
 from foredraft.train.collect import Answer, AnswerFile, collect
 from foredraft.train.data import split, stack
@@ -40,26 +41,38 @@ KINDS: dict[str, Callable[[recipes.Setting, Sequence[Answer], int], Trainee]] = 
 }
 LEARNING_RATES = {"eagle": 2e-3, "medusa": 1e-3, "medusa2": 1e-3, "draft": 5e-4}
 _HELD_OUT = 0.02
+_DRAFT_VOCAB = 8192
 _MEASURED = 16  # held-out prompts that are answered after every epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run may be told. longest: prompts of more tokens are left out; limit: use so many prompts."""
+    """What a run may be told. longest: prompts of more tokens are left out; limit: use so many prompts;
+    draft_vocab_size: None is that of the draft to start from, or 8192; start_from: a draft, as LLM takes it.
+    """
 
     epochs: int = 2
     max_tokens: int = 128
     temperatures: tuple[float, ...] = (0.0, 1.0)
     longest: int = 640
     limit: int | None = None
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None
+    start_from: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("epochs", 1), ("max_tokens", 2), ("longest", 1), ("draft_vocab_size", 2)):
+        for name, least in (("epochs", 1), ("max_tokens", 2), ("longest", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
         if self.limit is not None and self.limit < 2:
             raise ConfigError(f"limit={self.limit} is too small: one prompt to train on, one to hold out")
+        size = self.draft_vocab_size
+        if size is not None and size < 2:
+            raise ConfigError(f"draft_vocab_size={size} is too small: use 2 or more")
+        if size is not None and self.start_from is not None:
+            raise ConfigError(
+                f"draft_vocab_size={size} with start_from={self.start_from!r}: a draft keeps its vocabulary; "
+                "leave one of the two out"
+            )
         if not self.temperatures or min(self.temperatures) < 0:
             raise ConfigError(f"temperatures={self.temperatures}: give one or more, 0 (greedy) or higher")
 
@@ -84,14 +97,17 @@ def train(
     path = zoo.resolve(model)
     target = load_target(path, device=str(group.device))
     facts = replace(target_facts(path), name=str(model))
+    start = None if options.start_from is None else draft_dir(options.start_from, target)
     work = out / "work"
     with group.main_process_first():  # the others find all prompts answered
         collected = _answers(target, facts, files, work / "answers", options, progress)
     learning, held = _both(*split(collected.answers, _HELD_OUT))
     held_batch = stack(held, collected.states()).to(target.device)
-    setting = recipes.Setting(target, facts, _modules(path, target), held, held_batch)
-    trainee = KINDS[kind](setting, learning, options.draft_vocab_size)
+    setting = recipes.Setting(target, facts, _modules(path, target), held, held_batch, start)
     plan = Plan(options.epochs, LEARNING_RATES[kind])
+    with torch.random.fork_rng():
+        torch.manual_seed(plan.seed)
+        trainee = KINDS[kind](setting, learning, options.draft_vocab_size or _DRAFT_VOCAB)
     done = fit(trainee, learning, collected.states(), plan, work, progress)
     if not group.is_main_process:
         return {}

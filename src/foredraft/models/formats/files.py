@@ -168,6 +168,21 @@ def target_tensor(target: TargetFacts, name: str) -> Tensor:
     return tensor
 
 
+def norms(target: TargetFacts) -> list[tuple[str, Tensor]]:
+    """Return name and weight of each norm of a target, by name. Raises CheckpointError if there is none."""
+    from safetensors import safe_open
+
+    assert target.path is not None
+    found = []
+    for name, file in sorted(_places(target.path).items()):
+        if name.endswith("norm.weight"):
+            with safe_open(file, framework="pt") as opened:
+                found.append((name, opened.get_tensor(name)))
+    if not found:
+        raise CheckpointError(f"{target.path} holds no norms: its layout is not known here")
+    return found
+
+
 def _places(path: Path) -> Mapping[str, Path]:
     """Return which file of a model directory holds each tensor."""
     from safetensors import safe_open
