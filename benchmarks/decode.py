@@ -126,6 +126,7 @@ def our_arm(llm: LLM, args: argparse.Namespace) -> Arm:
             "drafted": stats.drafted,
             "levels": stats.levels,
             "accepted": stats.accepted,
+            "accepted_at": stats.accepted_at,
             "prompt_s": stats.prompt_s,
             "draft_s": stats.draft_s,
             "target_s": stats.target_s,
@@ -191,10 +192,26 @@ def ratio(records: Sequence[dict[str, Any]], arm: str, base: str) -> tuple[float
     return float(point), float(low), float(high)
 
 
+def shares(records: Sequence[dict[str, Any]], most: int = 5) -> list[float]:
+    """Return the share of steps that accepted a guess at depth 1, 2, …, of `most` depths."""
+    steps = sum(r.get("steps", 0) for r in records)
+    rows = [r.get("accepted_at", []) for r in records]
+    deepest = min(most, max(map(len, rows), default=0))
+    return [sum(row[depth] for row in rows if depth < len(row)) / steps for depth in range(deepest)]
+
+
+def draft_share(records: Sequence[dict[str, Any]]) -> float | None:
+    """Return the time of drafting over that of target passes, after the prompt; None where none is told."""
+    target_s = sum(r.get("target_s", 0.0) for r in records)
+    return sum(r["draft_s"] for r in records) / target_s if target_s else None
+
+
 def report(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> None:
     """Print one table: a row for each category and arm."""
     base = "plain" if "plain" in arms else arms[0]
-    table = Table(title=f"tokens/s in all and after the prompt; ratio in all to {base}, 95 % interval")
+    table = Table(
+        title=f"tokens/s in all, after the prompt; ratio in all to {base}, 95 % interval; draft / target time"
+    )
     for column in (
         "category",
         "arm",
@@ -205,6 +222,8 @@ def report(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> None:
         "interval",
         "accept_rate",
         "mean_emitted",
+        "accepted_at",
+        "draft time",
         "differ",
     ):
         table.add_column(column, justify="left" if column in ("category", "arm") else "right")
@@ -227,9 +246,11 @@ def report(records: Sequence[dict[str, Any]], arms: Sequence[str]) -> None:
                 f"{low:.2f} to {high:.2f}",
                 f"{sum(r['accepted'] for r in mine) / levels:.2f}" if levels else "-",
                 f"{sum(r['emitted'] for r in mine) / steps:.2f}" if steps else "-",
+                " ".join(f"{share:.2f}" for share in shares(mine)) or "-",
+                "-" if (share := draft_share(mine)) is None else f"{share:.2f}",
                 str(sum(r["ids"] != plain_ids[r["id"]] for r in mine)),
             )
-    Console(width=110).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":
