@@ -189,7 +189,10 @@ class LayerShape:
 
 
 class KVCache:
-    """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of every layer."""
+    """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of every layer.
+
+    Block `spare`, the last, is in no pool: padding is written there.
+    """
 
     def __init__(
         self, layers: Seq[LayerShape], tokens: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
@@ -197,14 +200,14 @@ class KVCache:
         blocks = BlockPool.needed(tokens)
         size = sum(layer.bytes_per_token(dtype) for layer in layers) * blocks * BLOCK
         try:
-            self.keys = [self._empty(blocks, s.heads, s.key_dim, dtype, device) for s in layers]
-            self.values = [self._empty(blocks, s.heads, s.value_dim, dtype, device) for s in layers]
+            self.keys = [self._empty(blocks + 1, s.heads, s.key_dim, dtype, device) for s in layers]
+            self.values = [self._empty(blocks + 1, s.heads, s.value_dim, dtype, device) for s in layers]
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a KV cache of {tokens} tokens needs {size / 2**30:.2f} GiB on {device}, "
                 "which could not be had: lower max_seqs or max_len"
             ) from error
-        self.pool = BlockPool(blocks)
+        self.pool, self.spare = BlockPool(blocks), blocks
         self.device = torch.device(device)
 
     @staticmethod
