@@ -27,6 +27,15 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+GEMMA = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "query_pre_attn_scalar": 5,
+    "attention_bias": True,
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
@@ -38,6 +47,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("mistral", {}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3, full attention in turn": ("gemma3_text", GEMMA),
 }
 BFLOAT16 = can_pack(torch.bfloat16, torch.device("cpu"))
 
@@ -51,21 +62,20 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     """The same random model on both paths, float32."""
     kind, changes = VARIANTS[request.param]
     path = tiny_models.build(kind, tmp_path_factory.mktemp("model"), **changes)
-    if "bias" in request.param:
-        fill_biases(path)
+    fill_vectors(path)
     pair = [load_target(path, dtype="float32", device="cpu", fused=fused) for fused in (True, False)]
-    assert [type(target) for target in pair] == [FusedCausal, HFCausal]
+    assert [isinstance(target, FusedCausal) for target in pair] == [True, False]
     return pair
 
 
-def fill_biases(path: Path) -> None:
-    """Biases begin as zeros, which would hide their loss."""
+def fill_vectors(path: Path) -> None:
+    """Norms begin as ones and biases as zeros, which would hide their loss."""
     from safetensors.torch import load_file, save_file
 
     weights = load_file(path / "model.safetensors")
-    for name, weight in weights.items():
-        if name.endswith("bias"):
-            weight.copy_(torch.arange(len(weight)) % 5 * 0.1)
+    for weight in weights.values():
+        if weight.dim() == 1:
+            weight += torch.arange(len(weight)) % 5 * 0.1
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -123,8 +133,10 @@ def test_a_ragged_batch(twins: list[HFCausal]) -> None:
 
 
 @pytest.mark.skipif(not BFLOAT16, reason="this CPU packs no bfloat16")
-def test_bfloat16_is_near(tmp_path: Path) -> None:
-    path = tiny_models.build("llama", tmp_path)
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_bfloat16_is_near(kind: str, tmp_path: Path) -> None:
+    path = tiny_models.build(kind, tmp_path)
+    fill_vectors(path)
     twins = [load_target(path, dtype="bfloat16", device="cpu", fused=fused) for fused in (True, False)]
     assert isinstance(twins[0], FusedCausal)
     text = text_of(30, 3)
@@ -178,13 +190,19 @@ def test_layers_packed_together_are_the_layers_side_by_side(dtype: torch.dtype, 
         torch.testing.assert_close(pack_together(layers)(x), wanted, atol=2e-2, rtol=2e-2)
 
 
+def test_capped_logits_and_other_activations_keep_their_modules(tmp_path: Path) -> None:
+    for place, changes in enumerate(({"final_logit_softcapping": 30.0}, {"hidden_activation": "gelu"})):
+        path = tiny_models.build("gemma3_text", tmp_path / str(place), **changes)
+        assert type(load_target(path, dtype="float32", device="cpu")) is HFCausal
+
+
 @pytest.mark.skipif(not BFLOAT16, reason="this CPU packs no bfloat16")
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-def test_a_token_has_the_same_bits_alone_and_in_a_draft(kv_heads: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "kv_heads"), [("llama", 1), ("llama", 2), ("llama", 4), ("gemma3_text", 1)])
+def test_a_token_has_the_same_bits_alone_and_in_a_draft(kind: str, kv_heads: int, tmp_path: Path) -> None:
     """In bfloat16, also where the draft reaches into another block of the cache, beside another request, and
     behind a long prompt.
     """
-    path = tiny_models.build("llama", tmp_path, num_key_value_heads=kv_heads, intermediate_size=1536)
+    path = tiny_models.build(kind, tmp_path, num_key_value_heads=kv_heads, intermediate_size=1536)
     target = load_target(path, dtype="bfloat16", device="cpu")
     text, other = text_of(70, 4), text_of(90, 5)
     kv, tables = target.make_kv(512), [BlockTable(), BlockTable()]

@@ -1,4 +1,5 @@
-"""The fast path on CPU for Llama and its kin: the same numbers as transformers' modules, with fewer steps.
+"""The fast path on CPU for Llama, its kin and Gemma 3: the same numbers as transformers' modules, with fewer
+steps.
 
 Queries, keys and values are one linear layer, gate and up another; rotary angles are computed once a pass.
 Which architectures: those in `KINDS`, if a trial run agrees with transformers' own modules.
@@ -6,7 +7,9 @@ Which architectures: those in `KINDS`, if a trial run agrees with transformers' 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +24,6 @@ from foredraft.models.hf_causal import HFCausal
 from foredraft.models.packed import LEAST_ROWS, PackedLinear, PlainLinear, can_pack, pack, pack_together
 from foredraft.types import Draft
 
-KINDS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 _NOISE = {torch.float32: 1e-4, torch.bfloat16: 0.05}  # relative, of logits in the trial run
 _TRIAL = 12  # tokens of the trial's text
 
@@ -38,6 +40,15 @@ class Norm:
     def __call__(self, x: Tensor) -> Tensor:
         """x: [..., width]. Returns the same shape."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class GemmaNorm(Norm):
+    """The same, with a weight that is kept, and multiplied, in float32."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [..., width]. Returns the same shape and dtype."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,13 +94,17 @@ class DecoderLayer:
             for name in ("q_norm", "k_norm")
         )
 
-    def __call__(self, x: Tensor, rows: int, index: int, rotary: Rotary, attend: Attend) -> Tensor:
-        """x: [at least rows, width]; what is beyond `rows` is padding. Returns the next layer's x."""
-        return self.run(x, self.before_attention(x), rows, index, rotary, attend)
+    def run(self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Any, attend: Attend) -> Tensor:
+        """x: [at least rows, width]; what is beyond `rows` is padding. normed: what queries, keys and values
+        are made of, [as x, their own width]. Returns the next layer's x.
+        """
+        x = self.attended(normed, rows, index, rotary, attend).add_(x)
+        made: Tensor = self.down(swiglu(self.gate_up(self.before_mlp(x))))
+        return made.add_(x)
 
-    def run(self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Rotary, attend: Attend) -> Tensor:
-        """The same, with what queries, keys and values are made of given: [as x, their own width]."""
-        qkv = self.qkv(normed).view(len(x), -1, self.dim)[:rows]
+    def attended(self, normed: Tensor, rows: int, index: int, rotary: Rotary, attend: Attend) -> Tensor:
+        """Return what attention adds to x: [as normed, width]."""
+        qkv = self.qkv(normed).view(len(normed), -1, self.dim)[:rows]
         turned = self.queries + self.keys
         if self.query_norm is not None and self.key_norm is not None:
             query = rotary(self.query_norm(qkv[:, : self.queries]))
@@ -99,15 +114,35 @@ class DecoderLayer:
             query, key = both[:, : self.queries], both[:, self.queries :]
         value = qkv[:, turned:].transpose(0, 1)
         found = attend(index, query.transpose(0, 1), key.transpose(0, 1), value, self.head).flatten(1)
-        x = self.out(found if rows == len(x) else _padded(found, len(x))).add_(x)
-        made: Tensor = self.down(swiglu(self.gate_up(self.before_mlp(x))))
-        return made.add_(x)
+        out: Tensor = self.out(found if rows == len(normed) else _padded(found, len(normed)))
+        return out
+
+
+class GemmaLayer(DecoderLayer):
+    """One layer of Gemma 3: what attention and MLP add is normed too, and each kind of attention has its own
+    angles.
+    """
+
+    def __init__(self, layer: Any, head: Head) -> None:
+        super().__init__(layer, head)
+        attention = layer.self_attn
+        self.kind: str = attention.config.layer_types[attention.layer_idx]
+        self.after_attention = norm(layer.post_attention_layernorm)
+        self.before_mlp = norm(layer.pre_feedforward_layernorm)
+        self.after_mlp = norm(layer.post_feedforward_layernorm)
+
+    def run(self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Any, attend: Attend) -> Tensor:
+        """As any layer; rotary: the angles by kind of attention."""
+        x = self.after_attention(self.attended(normed, rows, index, rotary[self.kind], attend)).add_(x)
+        return self.after_mlp(self.down(geglu(self.gate_up(self.before_mlp(x))))).add_(x)
 
 
 class FusedCausal(HFCausal):
     """A Llama-like model behind the Target protocol. Takes the weights out of `slow`, which then is of no
     use.
     """
+
+    layer: type[DecoderLayer] = DecoderLayer
 
     def __init__(self, slow: HFCausal) -> None:
         vars(self).update(vars(slow))
@@ -117,7 +152,7 @@ class FusedCausal(HFCausal):
         self.last_norm = norm(inner.norm)
         self.decoder = []
         for layer, head in zip(inner.layers, slow.heads, strict=True):
-            self.decoder.append(DecoderLayer(layer, head))
+            self.decoder.append(self.layer(layer, head))
             layer.to("meta")  # its weights are freed before the next layer's are packed
         head = self.model.lm_head
         self.to_logits: Linear = pack(head.weight, head.bias)
@@ -127,12 +162,12 @@ class FusedCausal(HFCausal):
     def _run(self, batch: Batch, attend: Any, hidden_layers: tuple[int, ...]) -> ForwardOut:
         rows = len(batch.token_ids)
         x = self.embedding(batch.token_ids)
-        rotary = Rotary.of(self.rotary, x, batch.positions)
+        rotary = self._angles(x, batch.positions)
         if self.packed and rows < LEAST_ROWS:
             x = _padded(x, LEAST_ROWS)
         states = [x]
         for index, layer in enumerate(self.decoder):
-            x = layer(x, rows, index, rotary, attend)
+            x = layer.run(x, layer.before_attention(x), rows, index, rotary, attend)
             if hidden_layers:
                 states.append(x)
         if hidden_layers:
@@ -142,23 +177,51 @@ class FusedCausal(HFCausal):
             wanted = self.last_norm(x[batch.logit_rows])
         return ForwardOut(self.to_logits(wanted), tuple(states[layer][:rows] for layer in hidden_layers))
 
+    def _angles(self, like: Tensor, positions: Tensor) -> Any:
+        return Rotary.of(self.rotary, like, positions)
+
+
+class FusedGemma(FusedCausal):
+    """A Gemma 3 text model. Its embedding module scales."""
+
+    layer = GemmaLayer
+
+    def _angles(self, like: Tensor, positions: Tensor) -> Mapping[str, Rotary]:
+        kinds = set(self.rotary.config.layer_types)
+        return {kind: Rotary.of(partial(self.rotary, layer_type=kind), like, positions) for kind in kinds}
+
+
+KINDS = {
+    "llama": FusedCausal,
+    "mistral": FusedCausal,
+    "qwen2": FusedCausal,
+    "qwen3": FusedCausal,
+    "gemma3_text": FusedGemma,
+}
+
 
 def can_fuse(target: HFCausal) -> bool:
     """True if the model's architecture is known here."""
     config = target.model.config
-    return target.device.type == "cpu" and config.model_type in KINDS and config.hidden_act == "silu"
+    if target.device.type != "cpu" or config.model_type not in KINDS:
+        return False
+    if KINDS[config.model_type] is FusedGemma:
+        return config.hidden_activation == "gelu_pytorch_tanh" and config.final_logit_softcapping is None
+    return bool(config.hidden_act == "silu")
 
 
 def fuse(slow: HFCausal) -> FusedCausal | None:
     """Return the fused twin of a target, or None where the two disagree. Either way `slow` is used up."""
     wanted = _trial(slow)
-    fused = FusedCausal(slow)
+    fused = KINDS[slow.model.config.model_type](slow)
     error = (_trial(fused) - wanted).norm() / wanted.norm()
     return fused if error < _NOISE.get(slow.dtype, 0.05) else None
 
 
 def norm(module: Any) -> Norm:
-    """The norm of a transformers RMSNorm module."""
+    """The norm of a transformers RMSNorm module; Gemma's hold what their weights are above 1."""
+    if "Gemma" in type(module).__name__:
+        return GemmaNorm(1.0 + module.weight.detach().float(), module.eps)
     return Norm(module.weight.detach(), module.variance_epsilon)
 
 
@@ -166,6 +229,12 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [rows, 2 * width], the gate in the first half."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """gelu(gate) * up, likewise, with the tanh approximation."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.gelu(gate, approximate="tanh").mul_(up)
 
 
 def _trial(target: HFCausal) -> Tensor:
