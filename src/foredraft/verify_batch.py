@@ -1,4 +1,4 @@
-"""The rules of verify.py for many sequences at once, on the device, without a round trip per sequence.
+"""The rules of verify.py for many sequences at once, on the device: one transfer to the host for all of them.
 
 Each function takes a padded batch of B trees with up to N nodes and says of each what its twin in verify.py
 says. On a CPU the twins are faster: they look at single numbers until a guess is rejected.
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from itertools import islice
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from foredraft.sampling import Noise, argmax, draw_rows
 from foredraft.tree import children, depths
@@ -61,23 +61,30 @@ class Verdicts:
     next_token: Tensor
     recovered: Tensor
 
-    def to_list(self) -> list[Verdict]:
-        """Bring the batch to the host, in one transfer."""
-        columns = [self.path, self.next_token.unsqueeze(1), self.recovered.unsqueeze(1)]
-        found = torch.cat(columns, dim=1).tolist()
-        return [
-            Verdict(tuple(node for node in path if node >= 0), token, bool(recovered))
-            for *path, token, recovered in found
-        ]
+
+def verify_batch(rules: Sequence[Rule], jobs: Sequence[Job]) -> list[Verdict]:
+    """Verify each job by its rule, on the device of its rows; the verdicts are those of verify.py."""
+    places: list[int] = []
+    found: list[Verdicts] = []
+    for rule in dict.fromkeys(rules):
+        alike = [place for place, its in enumerate(rules) if its == rule]
+        forest = make_forest([jobs[place] for place in alike], with_laws=rule == "exact")
+        places += alike
+        found.append(_RULES[rule](forest))
+    verdicts = dict(zip(places, to_host(found), strict=True))
+    return [verdicts[place] for place in range(len(jobs))]
 
 
-def verify_batch(rule: Rule, jobs: Sequence[Job]) -> list[Verdict]:
-    """Verify all jobs by one rule, on the device of their rows; the verdicts are those of verify.py."""
-    if not jobs:
-        return []
-    forest = make_forest(jobs, with_laws=rule == "exact")
-    rules = {"greedy": batch_greedy, "exact": batch_exact, "matched": batch_matched}
-    return rules[rule](forest).to_list()
+def to_host(batches: Sequence[Verdicts]) -> list[Verdict]:
+    """Bring all batches to the host, one after another, in one transfer."""
+    columns = [torch.column_stack([b.path, b.next_token, b.recovered]) for b in batches]
+    values = iter(torch.cat([part.flatten() for part in columns]).tolist() if columns else ())
+    verdicts = []
+    for seqs, width in (part.shape for part in columns):
+        for _ in range(seqs):
+            *path, token, recovered = islice(values, width)
+            verdicts.append(Verdict(tuple(node for node in path if node >= 0), token, bool(recovered)))
+    return verdicts
 
 
 def make_forest(jobs: Sequence[Job], *, with_laws: bool) -> Forest:
@@ -89,19 +96,27 @@ def make_forest(jobs: Sequence[Job], *, with_laws: bool) -> Forest:
     if with_laws and any(draft.laws is not None for draft in drafts):
         none = torch.zeros(0, vocab, device=device)
         laws = _stack([none if draft.laws is None else draft.laws for draft in drafts], nodes + 1)
-    parents = [[*draft.parents, *[-2] * (nodes - len(draft))] for draft in drafts]
+    missing = [nodes - len(draft) for draft in drafts]
+    tokens = [[*d.tokens.tolist(), *[0] * more] for d, more in zip(drafts, missing, strict=True)]
+    parents = [[*d.parents, *[-2] * more] for d, more in zip(drafts, missing, strict=True)]
     keys = [[job.noise.key(job.pos + depth) for depth in range(nodes + 1)] for job in jobs]
     uniforms = [_uniforms(job, nodes) if with_laws else [0.0] * nodes for job in jobs]
     return Forest(
-        tokens=pad_sequence([draft.tokens.to(device) for draft in drafts], True),
-        parents=torch.tensor(parents, dtype=torch.int64, device=device),
+        tokens=_put(tokens, device),
+        parents=_put(parents, device),
         rows=_stack([job.rows for job in jobs], nodes + 1),
-        keys=torch.tensor(keys, device=device),
-        uniforms=torch.tensor(uniforms, dtype=torch.float64, device=device),
+        keys=_put(keys, device),
+        uniforms=_put(uniforms, device, torch.float64),
         laws=laws,
-        fixed=torch.tensor([[draft.draw == "fixed"] for draft in drafts], device=device),
-        distinct=torch.tensor([[draft.draw == "distinct"] for draft in drafts], device=device),
+        fixed=_put([[draft.draw == "fixed"] for draft in drafts], device, torch.bool),
+        distinct=_put([[draft.draw == "distinct"] for draft in drafts], device, torch.bool),
     )
+
+
+def _put(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Copy numbers to a device; the host does not wait, neither for the copy nor for what runs there."""
+    there = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return there.to(device, non_blocking=True)
 
 
 def _stack(parts: Sequence[Tensor], rows: int) -> Tensor:
@@ -191,3 +206,6 @@ def _normalised(weights: Tensor, otherwise: Tensor) -> Tensor:
     """Return weights [B, vocab] as laws, and the rows of `otherwise` where there is no weight."""
     total = weights.sum(-1, keepdim=True)
     return torch.where(total > 0, weights / total, otherwise)
+
+
+_RULES = {"greedy": batch_greedy, "exact": batch_exact, "matched": batch_matched}

@@ -69,7 +69,7 @@ def test_what_a_rejection_leaves_is_kept_in_double_precision(off: float, path: t
 
     draft = Draft(torch.tensor([0, 1]), (-1, -1))
     assert verify_exact(draft, rows, Near(1), POS).path == path
-    assert verify_batch("exact", [Job(draft, rows, Near(1), POS)])[0].path == path
+    assert verify_batch(["exact"], [Job(draft, rows, Near(1), POS)])[0].path == path
 
 
 @pytest.mark.parametrize("draw_as", ["fixed", "iid"])
@@ -83,7 +83,7 @@ def test_acceptance_is_decided_in_double_precision(draw_as: Draw) -> None:
     rows = torch.tensor([[0.5, 0.5], [0.0, 1.0]])
     draft = chain([0], None if draw_as == "fixed" else one_hot(0, 0, vocab=2), draw_as)
     assert verify_exact(draft, rows, Under(1), POS) == Verdict((0,), 1, False)
-    assert verify_batch("exact", [Job(draft, rows, Under(1), POS)]) == [Verdict((0,), 1, False)]
+    assert verify_batch(["exact"], [Job(draft, rows, Under(1), POS)]) == [Verdict((0,), 1, False)]
 
 
 @pytest.mark.parametrize("draw_as", DRAWS)
@@ -134,7 +134,7 @@ def test_a_sure_token_may_fall_short_of_one_by_rounding() -> None:
 
     rows = torch.tensor([[0.0, 1 - 2.0**-24, 0.0], [1.0, 0.0, 0.0]])
     assert verify_exact(chain([1]), rows, Rejecting(3), POS) == Verdict((), 1, True)
-    assert verify_batch("exact", [Job(chain([1]), rows, Rejecting(3), POS)]) == [Verdict((), 1, True)]
+    assert verify_batch(["exact"], [Job(chain([1]), rows, Rejecting(3), POS)]) == [Verdict((), 1, True)]
 
 
 def test_each_number_is_read_at_the_position_it_decides() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any, ClassVar
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exact.toy import DRAWS, POS, one_hot, random_job
-from foredraft.sampling import Noise
-from foredraft.types import NO_DRAFT, Draft, Draw, Verdict, chain
+from foredraft.sampling import Noise, add_bias, to_laws
+from foredraft.types import NO_DRAFT, Draft, Draw, SamplingParams, Verdict, chain
 from foredraft.verify import verify_exact, verify_greedy, verify_matched
 from foredraft.verify_batch import (
     Job,
@@ -53,11 +55,12 @@ def test_the_batch_agrees_with_its_twins(
     """The twins run on the CPU throughout."""
     jobs = [random_job(seed + place, how, vocab, sharp=sharp) for place, how in enumerate(draws)]
     there = [on(device, job) for job in jobs]
+    greedy = [verify_greedy(job.draft, job.rows) for job in jobs]
     exact = [verify_exact(job.draft, job.rows, job.noise, job.pos) for job in jobs]
-    assert verify_batch("exact", there) == exact
+    assert verify_batch(["exact"] * len(there), there) == exact
     matched = [verify_matched(job.draft, job.rows, job.noise, job.pos) for job in jobs]
-    assert verify_batch("matched", there) == matched
-    assert verify_batch("greedy", there) == [verify_greedy(job.draft, job.rows) for job in jobs]
+    assert verify_batch(["matched"] * len(there), there) == matched
+    assert verify_batch(["greedy"] * len(there), there) == greedy
 
 
 @examples
@@ -67,14 +70,14 @@ def test_the_batch_agrees_when_draft_and_target_are_one(seed: int, draw_as: Draw
     job = random_job(seed, draw_as, 5)
     laws = None if draw_as == "fixed" else job.rows
     job = Job(Draft(job.draft.tokens, job.draft.parents, laws, draw_as), job.rows, job.noise, job.pos)
-    assert verify_batch("exact", [job]) == [verify_exact(job.draft, job.rows, job.noise, job.pos)]
+    assert verify_batch(["exact"], [job]) == [verify_exact(job.draft, job.rows, job.noise, job.pos)]
 
 
 def test_an_empty_batch_and_empty_drafts() -> None:
     job = Job(NO_DRAFT, torch.tensor([[0.0, 1.0, 0.0]]), Noise(1), 0)
-    assert verify_batch("exact", []) == []
+    assert verify_batch([], []) == []
     for rule in ("greedy", "exact", "matched"):
-        assert verify_batch(rule, [job, job]) == [Verdict((), 1, recovered=False)] * 2
+        assert verify_batch([rule, rule], [job, job]) == [Verdict((), 1, recovered=False)] * 2
 
 
 def test_a_forest_is_padded_with_what_matches_nothing() -> None:
@@ -113,3 +116,37 @@ def test_a_batch_stays_on_the_device_of_its_rows(draw_as: Draw) -> None:
     assert {part.device.type for part in parts if part is not None} == {"meta"}
     for rule in (batch_greedy, batch_exact, batch_matched):
         assert rule(forest).path.shape == forest.tokens.shape
+
+
+class Far(torch.Tensor):
+    """Stands for a tensor on a device, as all that is computed from it; notes for what a host would wait."""
+
+    waits: ClassVar[list[str]] = []
+    reads: ClassVar[set[str]] = {"tolist", "item", "numpy", "cpu", "nonzero", "repeat_interleave"}
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name in cls.reads or name in ("__bool__", "__int__", "__float__", "__index__", "__array__"):
+            cls.waits.append(name)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def test_a_step_reads_the_device_once() -> None:
+    """From logits to verdicts, whatever rules and temperatures meet in it."""
+    jobs, rules = [], []
+    Far.waits.clear()
+    for seed, draw_as in enumerate(DRAWS * 3):
+        job = random_job(seed, draw_as, 70)
+        params = SamplingParams(temperature=(0, 1, 0.7)[seed // 3])
+        logits = job.rows.log().as_subclass(Far)
+        rows = add_bias(logits, params) if params.greedy else to_laws(logits, params)
+        jobs.append(Job(job.draft, rows, job.noise, job.pos))
+        rules.append(("greedy", "exact", "matched")[seed // 3])
+    verdicts = verify_batch(rules, jobs)
+    assert Far.waits == ["tolist"]
+    near = [Job(job.draft, job.rows.as_subclass(torch.Tensor), job.noise, job.pos) for job in jobs]
+    twins = [verify_greedy(job.draft, job.rows) for job in near[:3]]
+    twins += [verify_exact(job.draft, job.rows, job.noise, job.pos) for job in near[3:6]]
+    twins += [verify_matched(job.draft, job.rows, job.noise, job.pos) for job in near[6:]]
+    assert verdicts == twins

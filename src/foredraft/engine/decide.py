@@ -38,11 +38,7 @@ def decide(
     jobs = [_job(*row, eos_ids) for row in zip(seqs, drafts, logits, strict=True)]
     if logits and logits[0].device.type == "cpu":
         return [_verify(rule, job) for rule, job in zip(rules, jobs, strict=True)]
-    verdicts: dict[int, Verdict] = {}
-    for rule in dict.fromkeys(rules):
-        places = [place for place, its in enumerate(rules) if its == rule]
-        verdicts |= zip(places, verify_batch(rule, [jobs[place] for place in places]), strict=True)
-    return [verdicts[place] for place in range(len(jobs))]
+    return verify_batch(rules, jobs)
 
 
 def _rule(seq: Sequence, draft: Draft) -> Rule:
