@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError, ModelError
+from foredraft.models.bucketed import bucket, can_bucket
 from foredraft.models.fused import can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, pack_linears
@@ -24,8 +25,8 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     """Load a directory of safetensors. Raises ModelError if the model cannot be run exactly, ConfigError on
     options.
 
-    On a CPU known architectures run on the fused path if that agrees with transformers' own modules; `fused`
-    False keeps to those.
+    Known architectures run on the fused path, and on a GPU decode in buckets that are recorded as CUDA
+    graphs, if that agrees with transformers' own modules; `fused` False keeps to those.
     """
     import transformers
 
@@ -38,13 +39,15 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     _refuse(config, path)
     kept = _dtype(dtype, config, where)
     ids = _token_ids(path)
-    target = HFCausal(_load(path, config, kept, where, ids), str(path), ids)
-    if fused and can_fuse(target):
-        fast = fuse(target)
+    there = None if ids is None else ids.to(where)
+    target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
+    make = fuse if can_fuse(target) else bucket if can_bucket(target) else None
+    if fused and make is not None:
+        fast = make(target)
         if fast is not None:
             return fast
         _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)
-        target = HFCausal(_load(path, config, kept, where, ids), str(path), ids)
+        target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
     if can_pack(target.dtype, where):
         pack_linears(target.model)
     return target

@@ -4,9 +4,11 @@ fused features (EAGLE-3, arXiv 2503.01840) and a tree grown by confidence (EAGLE
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from math import exp
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache, LayerShape
 from foredraft.engine.sequence import Sequence
 from foredraft.models.attention import Attend
+from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
 from foredraft.propose.guess import at_nodes, drawn, is_processed
@@ -101,6 +104,8 @@ class EagleProposer:
         self._fast = FastEagle(head, embedding, own.to(embedding.dtype))
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
         self._kv = KVCache([shape], kv_tokens, dtype=embedding.dtype, device=embedding.device)
+        on_gpu = embedding.device.type == "cuda"
+        self._passes = Passes(self._pass, embedding.new_zeros(0, config.hidden_size)) if on_gpu else None
         self._states: dict[str, _State] = {}
 
     @torch.inference_mode()
@@ -147,9 +152,17 @@ class EagleProposer:
 
     def _run(self, batch: Batch, features: Tensor) -> Tensor:
         """Return the head's output [rows, hidden] and write its cache."""
+        bucket = Bucket.of(batch) if self._passes is not None else None
+        if self._passes is not None and bucket is not None:
+            inputs, (out,) = self._passes.run(batch, bucket, self._kv, features=features)
+            return out[inputs.real[: len(features)]]
         device = self._kv.device
         attend = Attend(batch, self._kv, device, features.dtype)
         return self._fast(batch.token_ids.to(device), batch.positions.to(device), features, attend)
+
+    def _pass(self, inputs: Inputs, attend: Any, _kind: Hashable) -> Outputs:
+        """A pass of fixed shape; models/buckets.py."""
+        return (self._fast(inputs.tokens, inputs.positions, inputs.features, attend),)
 
     def _grow(self, draft: _Growing, logits: Tensor) -> None:
         """Add the candidates of one level; logits: [nodes, draft vocab], after the root or the newest fed
