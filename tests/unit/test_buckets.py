@@ -100,8 +100,8 @@ def test_padding_writes_to_no_slot_of_a_sequence_and_reads_none(llama: Path) -> 
             store[others] = torch.nan
         before = [store.clone() for store in stores]
         same(targets[1].forward(batch, kv).logits, wanted.logits)
-        spare = set(range(kv.spare * BLOCK, (kv.spare + 1) * BLOCK))
-        kept = sorted(set(range(len(stores[0]))) - written - spare)
+        padding = set(range(kv.padding * BLOCK, (kv.padding + 1) * BLOCK))
+        kept = sorted(set(range(len(stores[0]))) - written - padding)
         for old, new in zip(before, stores, strict=True):
             torch.testing.assert_close(new[kept], old[kept], rtol=0, atol=0, equal_nan=True)
 

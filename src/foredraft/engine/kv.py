@@ -27,6 +27,7 @@ class BlockTable:
 
     blocks: list[int] = field(default_factory=list)
     run: bool = True  # blocks are consecutive
+    known: int = 0  # how many blocks, from the first on, others can find by what they hold
 
     @property
     def capacity(self) -> int:
@@ -113,6 +114,7 @@ class BlockPool:
                 if block in self._key_of:
                     self._kept[block] = None
         del table.blocks[-len(spare) :]
+        table.known = min(table.known, len(table.blocks))
         table.run = all(b == a + 1 for a, b in zip(table.blocks, table.blocks[1:], strict=False))
 
     def find(self, keys: Seq[bytes]) -> list[int]:
@@ -134,13 +136,15 @@ class BlockPool:
         for block in blocks:
             self._kept.pop(block, None)
             self._use(table, block)
+        table.known = len(blocks)
 
-    def remember(self, table: BlockTable, keys: Seq[bytes], first: int) -> None:
-        """Note what the full blocks of a table hold, from block `first` on."""
-        for block, key in zip(table.blocks[first:], keys[first:], strict=False):
+    def remember(self, table: BlockTable, keys: Seq[bytes]) -> None:
+        """Note what the first blocks of a table, which are full, hold: the keys of their text."""
+        for block, key in zip(table.blocks[table.known :], keys[table.known :], strict=False):
             if key not in self._block_of and block not in self._key_of:
                 self._block_of[key] = block
                 self._key_of[block] = key
+        table.known = max(table.known, len(keys))
 
     def _use(self, table: BlockTable, block: int) -> None:
         self.free -= self._users[block] == 0
@@ -191,7 +195,7 @@ class LayerShape:
 class KVCache:
     """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of every layer.
 
-    Block `spare`, the last, is in no pool: padding is written there.
+    Block `padding`, the last, is in no pool: what padding rows write goes there.
     """
 
     def __init__(
@@ -207,7 +211,7 @@ class KVCache:
                 f"a KV cache of {tokens} tokens needs {size / 2**30:.2f} GiB on {device}, "
                 "which could not be had: lower max_seqs or max_len"
             ) from error
-        self.pool, self.spare = BlockPool(blocks), blocks
+        self.pool, self.padding = BlockPool(blocks), blocks
         self.device = torch.device(device)
 
     @staticmethod

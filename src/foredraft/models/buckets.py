@@ -72,18 +72,18 @@ class Inputs:
         self.tokens, self.positions, self.slots, self.seen, self.real, self.wanted = parts[:6]
         self.blocks, self.base = parts[6:]
 
-    def fill(self, batch: Batch, spare: int, features: Tensor | None = None) -> None:
-        """Copy in a batch that fits the bucket, without waiting; padding is written to block `spare`.
+    def fill(self, batch: Batch, padding: int, features: Tensor | None = None) -> None:
+        """Copy in a batch that fits the bucket, without waiting; padding is written to block `padding`.
         features: [rows of the batch, width].
         """
-        values = packed(batch, self.bucket, spare)
+        values = packed(batch, self.bucket, padding)
         pinned = self.device.type == "cuda"
         self._all.copy_(torch.tensor(values, dtype=torch.int64, pin_memory=pinned), non_blocking=True)
         if features is not None:
             self.features.index_copy_(0, self.real[: len(features)], features)
 
 
-def packed(batch: Batch, bucket: Bucket, spare: int) -> list[int]:
+def packed(batch: Batch, bucket: Bucket, padding: int) -> list[int]:
     """Return the numbers of Inputs in their order.
 
     Padding rows are token 0 at position 0. They see the context and the first position behind it, so that
@@ -91,9 +91,9 @@ def packed(batch: Batch, bucket: Bucket, spare: int) -> list[int]:
     """
     size = bucket.size
     tokens, positions = [0] * size, [0] * size
-    slots = [spare * BLOCK + row % BLOCK for row in range(size)]
+    slots = [padding * BLOCK + row % BLOCK for row in range(size)]
     seen = [1] * size
-    blocks, base = [spare] * (bucket.seqs * bucket.blocks), [0] * bucket.seqs
+    blocks, base = [padding] * (bucket.seqs * bucket.blocks), [0] * bucket.seqs
     flat_tokens, flat_positions = batch.token_ids.tolist(), batch.positions.tolist()
     real: list[int] = []
     for seq, span in enumerate(batch.spans):
@@ -211,11 +211,11 @@ class Passes:
         inputs, work = known.passes.get((bucket, kind), (None, None))
         if inputs is None or work is None:
             inputs = Inputs(bucket, self._like)
-            inputs.fill(batch, kv.spare, features)  # recording runs the pass, which writes to these slots
+            inputs.fill(batch, kv.padding, features)  # recording runs the pass, which writes to these slots
             work = known.record(self._pass(inputs, kv, kind))
             known.passes[bucket, kind] = inputs, work
         else:
-            inputs.fill(batch, kv.spare, features)
+            inputs.fill(batch, kv.padding, features)
         return inputs, work()
 
     def _pass(self, inputs: Inputs, kv: KVCache, kind: Hashable) -> Work:
