@@ -49,7 +49,7 @@ def test_growing_beside_a_neighbour_stays_one_run() -> None:
 def test_move_reads_before_it_writes() -> None:
     kv = KVCache([LayerShape(1, 2, 3)] * 2, BLOCK, dtype=torch.float32)
     for store in (*kv.keys, *kv.values):
-        store[:, 0] = torch.arange(BLOCK).float()[:, None]
+        store[:BLOCK, 0] = torch.arange(BLOCK).float()[:, None]
     kv.move(torch.tensor([1, 3, 4]), torch.tensor([0, 1, 3]))
     for store in (*kv.keys, *kv.values):
         assert store[:5, 0, 0].tolist() == [1, 3, 2, 4, 4]
