@@ -3,8 +3,8 @@
 `Attend` is built once a step and travels through the model as a keyword argument. Sequences that decode and
 are about as long are padded into one call; a long chunk of prompt gets a call of its own.
 
-On a CPU in bfloat16 a few rows are attended by matrix products whose rows do not depend on how many there
-are, so that a token decoded alone and the same token in a drafted chain get the same bits.
+On a CPU in bfloat16 a few rows are attended by kernels (kernels.py) whose rows do not depend on what else
+the pass holds, so that a token decoded alone and the same token in a draft get the same bits.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from foredraft.engine.batch import Batch, Span
 from foredraft.engine.kv import BLOCK, BlockPool, KVCache
+from foredraft.models.rows import FewRows
 from foredraft.tree import ancestor_mask, depths
 
 FEW_ROWS = 32  # spans up to this size are padded together; grouped heads are folded into rows up to it
@@ -54,34 +55,66 @@ class _Group:
     masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
 
 
+def quick(x: Tensor) -> bool:
+    """True for what the kernels can take."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu"
+
+
 class Attend:
-    """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it."""
+    """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it.
+
+    few: what the kernels do, of sequences with a few rows; groups: the rest.
+    """
 
     def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
-        self.steady = device.type == "cpu" and dtype == torch.bfloat16
+        steady = device.type == "cpu" and dtype == torch.bfloat16
         written = [span.table.slots(span.first_slot, span.length) for span in batch.spans]
         if len(written) == 1:
             self.written = written[0] if isinstance(written[0], slice) else written[0].to(device)
         else:
             ids = [span.table.slot_ids(span.first_slot, span.length) for span in batch.spans]
             self.written = torch.cat(ids).to(device)
-        parts = [part for span in batch.spans for part in (_parts(span) if self.steady else [span])]
-        few = [span for span in parts if span.rows <= FEW_ROWS]
-        many = [span for span in parts if span.rows > FEW_ROWS]
-        groups = [[span] for span in many] + alike(few)
-        self.groups = [self._group(spans) for spans in groups]
+        parts = [part for span in batch.spans for part in (_parts(span) if steady else [span])]
+        self._few = [span for span in parts if span.rows <= FEW_ROWS]
+        self.groups = [self._group([span]) for span in parts if span.rows > FEW_ROWS]
+        self.few = FewRows(batch.spans, self._few, len(batch.token_ids)) if steady else None
+        self._all: list[_Group] | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
         """query: [heads, rows, dim]; key, value: [kv_heads, rows, dim]. Returns [rows, heads, value_dim]."""
+        self.kv.keys[layer][self.written] = key.transpose(0, 1)
+        self.kv.values[layer][self.written] = value.transpose(0, 1)
+        return self._read(layer, query, head)
+
+    def turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, head: Head) -> Tensor:
+        """The same where `few` is: turns queries and keys by their angles, in place, before it writes.
+
+        qkv: [at least rows, heads + 2 * kv_heads, dim]; cos, sin: [rows, 1, dim], the first half of sin
+        negated. Returns [as qkv, heads, dim], zeros beyond the rows.
+        """
+        assert self.few is not None
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        keys[self.written] = key.transpose(0, 1)
-        values[self.written] = value.transpose(0, 1)
-        if len(self.groups) == 1 and self.groups[0].target_rows is None:
-            return self._attend(self.groups[0], query, keys, values, head)[0]
-        out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
-        for group in self.groups:
+        rows, queries = len(cos), qkv.shape[1] - 2 * keys.shape[1]
+        self.few.turn_and_write(qkv, cos, sin, keys, values)
+        out = qkv.new_empty(len(qkv), queries, qkv.shape[2])
+        out[rows:] = 0
+        return self._read(layer, qkv[:rows, :queries].transpose(0, 1), head, out)
+
+    def _read(self, layer: int, query: Tensor, head: Head, out: Tensor | None = None) -> Tensor:
+        """query: [heads, rows, dim]. Returns [rows, heads, value_dim], in `out` if there is one."""
+        keys, values = self.kv.keys[layer], self.kv.values[layer]
+        quickly = self.few is not None and head.softcap is None and query.shape[-1] % 8 == 0
+        groups = self.groups if quickly else self._every_group()
+        if out is None:
+            if len(groups) == 1 and not quickly and groups[0].target_rows is None:
+                return self._attend(groups[0], query, keys, values, head)[0]
+            out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+        if quickly and self._few:
+            assert self.few is not None
+            self.few.attend(query, keys, values, out, head.scale, head.window)
+        for group in groups:
             found = self._attend(group, query, keys, values, head)
             if group.target_rows is None:
                 out[group.rows_at] = found[0]
@@ -90,22 +123,25 @@ class Attend:
                 out[group.target_rows] = flat if group.valid is None else flat[group.valid]
         return out
 
+    def _every_group(self) -> list[_Group]:
+        if self._all is None:
+            self._all = self.groups + [self._group(spans) for spans in alike(self._few)]
+        return self._all
+
     def _attend(self, group: _Group, query: Tensor, keys: Tensor, values: Tensor, head: Head) -> Tensor:
         """Return [spans, rows, heads, value_dim]."""
         if isinstance(group.rows_at, slice):
             q = query[:, group.rows_at].unsqueeze(0)  # [1, heads, rows, dim]
         else:
             q = query[:, group.rows_at].transpose(0, 1)  # [spans, heads, rows, dim]
-        k, v = _read(keys, group), _read(values, group)
+        k, v = _held(keys, group), _held(values, group)
         share = q.shape[1] // k.shape[1] if group.rows <= FEW_ROWS else 1
         mask = self._mask(group, head.window, share)
-        return attention(q, k, v, mask, head, share, self.steady).transpose(1, 2)
+        return attention(q, k, v, mask, head, share).transpose(1, 2)
 
     def _group(self, spans: Seq[Span]) -> _Group:
         rows = max(span.rows for span in spans)
         length = max(span.length for span in spans)
-        if self.steady and rows <= FEW_ROWS:
-            length = BlockPool.needed(length) * BLOCK
         if len(spans) == 1:
             span = spans[0]
             slots = span.table.slots(0, length)
@@ -174,7 +210,7 @@ def alike(spans: Seq[Span]) -> list[list[Span]]:
     return groups
 
 
-def _read(store: Tensor, group: _Group) -> Tensor:
+def _held(store: Tensor, group: _Group) -> Tensor:
     """Return keys or values [spans, kv_heads, length, dim] of a store [slots, kv_heads, dim].
 
     Whole blocks are copied, which takes a fraction of what copying slots does; one run is a view.
@@ -204,34 +240,17 @@ def visible(span: Span, positions: Tensor, window: int | None) -> Tensor:
     return seen
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head, share: int = 1, steady: bool = False
-) -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head, share: int = 1) -> Tensor:
     """q: [b, heads, rows, dim]; k, v: [b, kv_heads, length, ·]; mask: [b, 1, share * rows, length]. Returns
     q's layout.
 
     `share` heads that share a key are folded into the rows of one head: the keys are then read once a group
-    instead of once a head. steady: a row's bits do not depend on the other rows, where all keys are folded.
+    instead of once a head.
     """
     b, heads, rows, _ = q.shape
     if share > 1:
         q = q.reshape(b, k.shape[1], share * rows, -1)
-    if steady and q.shape[1] == k.shape[1] and head.softcap is None and rows <= FEW_ROWS:
-        return _steady(q, k, v, mask, head).reshape(b, heads, rows, -1)
     return _attention(q, k, v, mask, head).reshape(b, heads, rows, -1)
-
-
-def _steady(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:
-    """Keys times queries, not the other way round: no matrix is laid out anew, and rows are columns."""
-    alone = q.shape[2] == 1
-    if alone:  # one row of a product takes another kernel
-        q = q.expand(-1, -1, 2, -1)
-    scale = q.shape[-1] ** -0.5 if head.scale is None else head.scale
-    scores = torch.matmul(k, q.transpose(2, 3)).mul_(scale).transpose(2, 3)
-    if mask is not None:
-        scores = scores + mask
-    out = torch.matmul(torch.softmax(scores, dim=-1), v)
-    return out[:, :, :1] if alone else out
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, head: Head) -> Tensor:

@@ -28,7 +28,8 @@ class FastEagle:
         embeds = self.layer.before_attention(self.embedding[token_ids])
         normed = torch.cat([embeds, self.of_features(features)], -1)
         rotary = self._rotary(positions, features.dtype)
-        return self.layer.run(features, normed, len(features), 0, rotary, attend)
+        found, _ = self.layer.run(features, normed, len(features), 0, rotary, attend, self.last)
+        return found
 
     def logits(self, features: Tensor) -> Tensor:
         """features: [rows, hidden]. Returns float32 [rows, draft vocab]."""

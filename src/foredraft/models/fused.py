@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import BlockTable
 from foredraft.engine.protocols import ForwardOut
-from foredraft.models.attention import Attend, Head
+from foredraft.models import kernels
+from foredraft.models.attention import Attend, Head, quick
 from foredraft.models.hf_causal import HFCausal
 from foredraft.models.packed import LEAST_ROWS, PackedLinear, PlainLinear, can_pack, pack, pack_together
 from foredraft.types import Draft
@@ -94,27 +95,28 @@ class DecoderLayer:
             for name in ("q_norm", "k_norm")
         )
 
-    def run(self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Any, attend: Attend) -> Tensor:
+    def run(
+        self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Any, attend: Any, after: Norm
+    ) -> tuple[Tensor, Tensor]:
         """x: [at least rows, width]; what is beyond `rows` is padding. normed: what queries, keys and values
-        are made of, [as x, their own width]. Returns the next layer's x.
+        are made of, [as x, their own width]. Returns the next layer's x, and that under the norm `after`.
         """
-        x = self.attended(normed, rows, index, rotary, attend).add_(x)
-        made: Tensor = self.down(swiglu(self.gate_up(self.before_mlp(x))))
-        return made.add_(x)
+        x, inner = added(x, self.attended(normed, rows, index, rotary, attend), self.before_mlp)
+        return added(x, self.down(swiglu(self.gate_up(inner))), after)
 
-    def attended(self, normed: Tensor, rows: int, index: int, rotary: Rotary, attend: Attend) -> Tensor:
+    def attended(self, normed: Tensor, rows: int, index: int, rotary: Rotary, attend: Any) -> Tensor:
         """Return what attention adds to x: [as normed, width]."""
-        qkv = self.qkv(normed).view(len(normed), -1, self.dim)[:rows]
-        turned = self.queries + self.keys
+        qkv, turned = self.qkv(normed).view(len(normed), -1, self.dim), self.queries + self.keys
         if self.query_norm is not None and self.key_norm is not None:
-            query = rotary(self.query_norm(qkv[:, : self.queries]))
-            key = rotary(self.key_norm(qkv[:, self.queries : turned]))
+            qkv[:, : self.queries] = self.query_norm(qkv[:, : self.queries])
+            qkv[:, self.queries : turned] = self.key_norm(qkv[:, self.queries : turned])
+        if isinstance(attend, Attend) and attend.few is not None:
+            found = attend.turned(index, qkv, rotary.cos, rotary.sin, self.head).flatten(1)
         else:
-            both = rotary(qkv[:, :turned])
-            query, key = both[:, : self.queries], both[:, self.queries :]
-        value = qkv[:, turned:].transpose(0, 1)
-        found = attend(index, query.transpose(0, 1), key.transpose(0, 1), value, self.head).flatten(1)
-        out: Tensor = self.out(found if rows == len(normed) else _padded(found, len(normed)))
+            both, value = rotary(qkv[:rows, :turned]), qkv[:rows, turned:].transpose(0, 1)
+            query, key = both[:, : self.queries].transpose(0, 1), both[:, self.queries :].transpose(0, 1)
+            found = _padded(attend(index, query, key, value, self.head).flatten(1), len(normed))
+        out: Tensor = self.out(found)
         return out
 
 
@@ -131,10 +133,13 @@ class GemmaLayer(DecoderLayer):
         self.before_mlp = norm(layer.pre_feedforward_layernorm)
         self.after_mlp = norm(layer.post_feedforward_layernorm)
 
-    def run(self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Any, attend: Attend) -> Tensor:
+    def run(
+        self, x: Tensor, normed: Tensor, rows: int, index: int, rotary: Any, attend: Any, after: Norm
+    ) -> tuple[Tensor, Tensor]:
         """As any layer; rotary: the angles by kind of attention."""
         x = self.after_attention(self.attended(normed, rows, index, rotary[self.kind], attend)).add_(x)
-        return self.after_mlp(self.down(geglu(self.gate_up(self.before_mlp(x))))).add_(x)
+        x = self.after_mlp(self.down(geglu(self.gate_up(self.before_mlp(x))))).add_(x)
+        return x, after(x)
 
 
 class FusedCausal(HFCausal):
@@ -165,17 +170,15 @@ class FusedCausal(HFCausal):
         rotary = self._angles(x, batch.positions)
         if self.packed and rows < LEAST_ROWS:
             x = _padded(x, LEAST_ROWS)
-        states = [x]
-        for index, layer in enumerate(self.decoder):
-            x = layer.run(x, layer.before_attention(x), rows, index, rotary, attend)
+        states, normed = [x], self.decoder[0].before_attention(x)
+        after = [*(layer.before_attention for layer in self.decoder[1:]), self.last_norm]
+        for index, (layer, following) in enumerate(zip(self.decoder, after, strict=True)):
+            x, normed = layer.run(x, normed, rows, index, rotary, attend, following)
             if hidden_layers:
                 states.append(x)
-        if hidden_layers:
-            x = states[-1] = self.last_norm(x)
-            wanted = x[batch.logit_rows]
-        else:
-            wanted = self.last_norm(x[batch.logit_rows])
-        return ForwardOut(self.to_logits(wanted), tuple(states[layer][:rows] for layer in hidden_layers))
+        states[-1] = normed
+        logits = self.to_logits(normed[batch.logit_rows])
+        return ForwardOut(logits, tuple(states[layer][:rows] for layer in hidden_layers))
 
     def _angles(self, like: Tensor, positions: Tensor) -> Any:
         return Rotary.of(self.rotary, like, positions)
@@ -225,8 +228,24 @@ def norm(module: Any) -> Norm:
     return Norm(module.weight.detach(), module.variance_epsilon)
 
 
+def added(x: Tensor, more: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    """Return x + more, in the place of `more`, and that under a norm, [rows, width] each."""
+    if not quick(x) or type(norm) is not Norm:
+        more.add_(x)
+        return more, norm(more)
+    normed = torch.empty_like(more)
+    addresses = (part.data_ptr() for part in (x, more, norm.weight, normed))
+    kernels.add_norm(*addresses, *more.shape, norm.eps)
+    return more, normed
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [rows, 2 * width], the gate in the first half."""
+    if quick(gate_up):
+        rows, width = len(gate_up), gate_up.shape[1] // 2
+        found = gate_up.new_empty(rows, width)
+        kernels.swiglu(gate_up.data_ptr(), found.data_ptr(), rows, width)
+        return found
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -251,4 +270,4 @@ def _trial(target: HFCausal) -> Tensor:
 
 def _padded(x: Tensor, rows: int) -> Tensor:
     """Fill up rows with zeros."""
-    return F.pad(x, (0, 0, 0, rows - len(x)))
+    return x if len(x) == rows else F.pad(x, (0, 0, 0, rows - len(x)))

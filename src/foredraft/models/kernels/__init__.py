@@ -1,0 +1,20 @@
+"""What a few rows of a pass need between its linear layers, in bfloat16 on a CPU, one compiled call for each.
+
+Of a pass over one row torch spends as much time between products as in them: every operation costs
+microseconds before it does anything. These kernels are compiled by numba at their first use and kept on disk.
+A row's result depends on nothing but the row: sums run in the order of positions in the text, wherever its
+keys lie and whatever else the pass holds, so the same token has the same bits decoded alone, in a chain or in
+a tree. Tensors are passed as addresses; lengths and strides count elements.
+"""
+
+import os
+
+from foredraft.zoo import cache_dir
+
+os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
+
+from foredraft.models.kernels.attend import attend, scratch_size
+from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
+from foredraft.models.kernels.numbers import LOG2E
+
+__all__ = ["LOG2E", "add_norm", "attend", "scratch_size", "swiglu", "turn_and_write"]

@@ -1,0 +1,165 @@
+"""Attention of a few rows a sequence by the kernels: which slots each row sees, laid out once a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foredraft.engine.batch import Span
+from foredraft.engine.kv import BLOCK, BlockPool
+from foredraft.models import kernels
+from foredraft.tree import path_to
+
+Ints = NDArray[np.int64]
+# What attending takes: of one key head's key, and of one query beside it. Threads join in for more than
+# _LEAST_NS, as waking one takes a tenth of that.
+_KEY_NS, _QUERY_NS, _LEAST_NS = 38, 5, 300_000
+
+
+class FewRows:
+    """The rows of a batch, where they are written, and of some spans the slots that each row sees."""
+
+    def __init__(self, batch: Seq[Span], spans: Seq[Span], rows: int) -> None:
+        self.longest = max((span.length for span in spans), default=0)
+        self.most = max((span.rows for span in spans), default=0)
+        ends: list[int] = [0] * rows
+        tails: list[list[int]] = [[] for _ in range(rows)]
+        shapes, at = [], 0
+        for span in spans:
+            shapes.append((span.start, span.rows, at, span.length))
+            at += span.length
+            _see(span, ends, tails)
+        begins = np.zeros(rows + 1, np.int64)
+        np.cumsum([len(tail) for tail in tails], out=begins[1:])
+        self.written = np.concatenate([slots_of(span)[span.first_slot :] for span in batch])
+        self.arrays: tuple[Ints, ...] = (
+            np.array(shapes, np.int64),
+            np.concatenate([slots_of(span) for span in spans] or [self.written[:0]]),
+            np.array(ends, np.int64),
+            begins,
+            np.array([column for tail in tails for column in tail], np.int64),
+        )
+        self._spans, *others = (array.ctypes.data for array in self.arrays)
+        self._lists = tuple(others)
+        self._memory: dict[tuple[int, ...], Tensor] = {}
+
+    def turn_and_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Turn queries and keys of all rows, in place, and write keys and values; kernels.turn_and_write."""
+        kv_heads, dim = keys.shape[1:]
+        stores = (part.data_ptr() for part in (keys, values))
+        addresses = (part.data_ptr() for part in (qkv, cos, sin))
+        kernels.turn_and_write(
+            *addresses,
+            self.written.ctypes.data,
+            *stores,
+            len(cos),
+            qkv.shape[1] - 2 * kv_heads,
+            kv_heads,
+            dim,
+        )
+
+    def attend(
+        self,
+        query: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        out: Tensor,
+        scale: float | None,
+        window: int | None,
+    ) -> None:
+        """Write what the rows make of the values they see into out [rows, heads, value_dim].
+
+        query: [heads, rows, dim]; keys, values: [slots, kv_heads, ·], which hold the rows' own already.
+        """
+        heads, _, dim = query.shape
+        kv_heads, value_dim = values.shape[1:]
+        most = self.most * heads // kv_heads
+        scale = (dim**-0.5 if scale is None else scale) * kernels.LOG2E
+
+        def run(part: tuple[int, ...]) -> None:
+            spans, count, *some_heads = part
+            kernels.attend(
+                query.data_ptr(),
+                query.stride(1),
+                query.stride(0),
+                keys.data_ptr(),
+                values.data_ptr(),
+                out.data_ptr(),
+                self._spans + spans * self.arrays[0].strides[0],
+                count,
+                *self._lists,
+                heads,
+                kv_heads,
+                *some_heads,
+                dim,
+                value_dim,
+                scale,
+                window or 0,
+                self._scratch(part, dim, value_dim, most).data_ptr(),
+                self.longest,
+                most,
+            )
+
+        first, *others = self._parts(heads, kv_heads)
+        running = [_threads().submit(run, part) for part in others]
+        run(first)
+        for part in running:
+            part.result()
+
+    def _parts(self, heads: int, kv_heads: int) -> list[tuple[int, ...]]:
+        """Return what each thread does: the first span, how many, and the first and last of the key heads."""
+        spans, (_, rows, _, lengths) = len(self.arrays[0]), self.arrays[0].T
+        costs = lengths * (_KEY_NS * kv_heads + _QUERY_NS * rows * heads)
+        threads = torch.get_num_threads()
+        if threads == 1 or costs.sum() < _LEAST_NS:
+            return [(0, spans, 0, kv_heads)]
+        if spans < threads:
+            ends = _divided(np.ones(kv_heads), threads)
+            return [(0, spans, first, last) for first, last in pairwise(ends)]
+        return [(first, last - first, 0, kv_heads) for first, last in pairwise(_divided(costs, threads))]
+
+    def _scratch(self, part: tuple[int, ...], dim: int, value_dim: int, most: int) -> Tensor:
+        key = (*part, dim, value_dim, most)
+        if key not in self._memory:
+            self._memory[key] = torch.empty(kernels.scratch_size(dim, value_dim, self.longest, most))
+        return self._memory[key]
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="attend")
+
+
+def _divided(costs: NDArray[Any], parts: int) -> list[int]:
+    """Return where to cut a row of costs so that each part has about as much: 0, …, how many."""
+    until = np.cumsum(costs)
+    cuts = np.searchsorted(until, until[-1] * np.arange(1, parts) / parts)
+    return sorted({0, *(int(cut) + 1 for cut in cuts), len(costs)})
+
+
+def slots_of(span: Span) -> Ints:
+    """Return the slots of all positions of a span, int64 [length]."""
+    blocks = np.array(span.table.blocks[: BlockPool.needed(span.length)], np.int64)
+    return (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: span.length]
+
+
+def _see(span: Span, ends: list[int], tails: list[list[int]]) -> None:
+    """Note how many positions in a row each row of a span sees, and which others after these."""
+    for row in range(span.pending):
+        ends[span.start + row] = span.kv_len + row + 1
+    text, chain = span.kv_len + span.pending, span.is_chain
+    for node in range(span.cached_nodes, len(span.parents)):
+        row = span.start + span.pending + node - span.cached_nodes
+        if chain:
+            ends[row] = text + node + 1
+        else:
+            ends[row] = text
+            tails[row] = [text + above for above in path_to(span.parents, node)]
