@@ -39,7 +39,7 @@ from exact.history import (
     watched,
 )
 from foredraft.control import AcceptanceBudget, FixedBudget
-from foredraft.engine import Engine, EngineConfig, drafter, engine, kv, scheduler
+from foredraft.engine import Engine, EngineConfig, drafter, engine, kv, scheduler, sequence
 from foredraft.engine.kv import extend_keys
 from foredraft.engine.sequence import Sequence
 from foredraft.propose import DraftModelProposer, draft_model
@@ -76,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.inner = PROPOSERS[name]() if name else None
         self.patch = pytest.MonkeyPatch()
-        for module in (draft_model, drafter, engine, kv, scheduler):
+        for module in (draft_model, drafter, engine, kv, scheduler, sequence):
             self.patch.setattr(module, "BLOCK", BLOCK)
         self.requests: dict[str, Request] = {}
         self.texts: dict[bytes, list[int]] = {}  # of every block that was ever filled, by key
@@ -145,7 +145,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert sent_away == set(list(self.scheduler.waiting)[: len(sent_away)])  # first in line
         SEEN["preemptions for room"] += len(sent_away)
         admitted = waited & set(self.scheduler.running)
-        SEEN["beginnings shared"] += sum(seq.remembered > 0 and seq.stats.steps < 2 for seq in admitted)
+        SEEN["beginnings shared"] += sum(seq.table.known > 0 and seq.stats.steps < 2 for seq in admitted)
 
     def take(self, output: StepOutput) -> None:
         request = self.requests[output.request_id]

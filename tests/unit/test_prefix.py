@@ -253,7 +253,7 @@ def fill(pool: BlockPool, owner: Owner, blocks: int, held: dict[int, bytes]) -> 
         assert all(pool._users[block] == 1 and block not in pool._key_of for block in fresh)
         keys = keys_of(owner.text)[:blocks]
         held |= zip(fresh, keys[owner.filled :], strict=True)
-        pool.remember(owner.table, keys, owner.filled)
+        pool.remember(owner.table, keys)
         owner.filled = blocks
 
 

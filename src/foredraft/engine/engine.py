@@ -9,13 +9,14 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from foredraft.engine.account import account
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs, step_stats
+from foredraft.engine.config import EngineConfig, Load
+from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.kv import BLOCK, extend_keys
 from foredraft.engine.news import news
@@ -36,39 +37,6 @@ from foredraft.types import (
 )
 
 SinkMaker = Callable[[SamplingParams], TextSink]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConfig:
-    """max_seqs run at once; texts end at max_len tokens; a step feeds at most max_batch_tokens pending
-    tokens; the cache holds kv_tokens positions in all, and with prefix_cache a request that begins like an
-    earlier one finds that part done.
-    """
-
-    max_seqs: int = 16
-    max_len: int = 2048
-    max_batch_tokens: int = 512
-    kv_tokens: int = 16 * 2048
-    prefix_cache: bool = True
-
-    def __post_init__(self) -> None:
-        for name, least in (("max_seqs", 1), ("max_len", 2), ("max_batch_tokens", 1), ("kv_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
-        if self.max_batch_tokens < self.max_seqs:
-            raise ConfigError(
-                f"max_batch_tokens={self.max_batch_tokens} cannot feed max_seqs={self.max_seqs} sequences: "
-                f"use {self.max_seqs} or more"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that run and wait, and the share of the cache that the running ones hold."""
-
-    running: int
-    waiting: int
-    kv_use: float
 
 
 class Engine:
@@ -188,7 +156,7 @@ class Engine:
 
         now = self._clock()
         times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
-        self._account(plan, drafts, verdicts, emissions, times, now)
+        account(self.stats, plan, drafts, verdicts, emissions, times, now)
         made = []
         for seq, draft, emission, verdict, rows in zip(
             seqs, drafts, emissions, verdicts, logits, strict=True
@@ -265,38 +233,9 @@ class Engine:
     def _remember(self, seq: Sequence) -> None:
         """Let later requests find the blocks that this one has filled."""
         full = seq.kv_len // BLOCK
-        if self.config.prefix_cache and full > seq.remembered:
+        if self.config.prefix_cache and full > seq.table.known:
             extend_keys(seq.keys, seq.tokens)
-            self._kv.pool.remember(seq.table, seq.keys[:full], seq.remembered)
-            seq.remembered = full
-
-    def _account(
-        self,
-        plan: Seq[Planned],
-        drafts: Seq[Draft],
-        verdicts: Seq[Verdict],
-        emissions: Seq[Emission],
-        times: StepTimes,
-        now: float,
-    ) -> None:
-        """Add one step to the records of its requests and of the engine."""
-        decided = iter(zip(drafts, verdicts, emissions, strict=True))
-        for planned in plan:
-            seq, record = planned.seq, SpecStats()
-            emission = Emission([], "", None)
-            if planned.emits:
-                draft, verdict, emission = next(decided)
-                record = step_stats(draft, verdict, emission)
-            if seq.stats.emitted == 0:
-                record.prompt_s = (times.draft_s + times.target_s + times.other_s) / len(plan)
-                record.ttft_s = now - seq.arrived_s if emission.token_ids else 0.0
-            else:
-                record.draft_s = times.draft_s / len(plan)
-                record.target_s = times.target_s / len(plan)
-                record.other_s = times.other_s / len(plan)
-            seq.stats.add(record)
-            seq.stats.total_s = now - seq.arrived_s
-            self.stats.add(record)
+            self._kv.pool.remember(seq.table, seq.keys[:full])
 
     def _finish(self, seq: Sequence) -> None:
         """Forget a request: its blocks are free and its id can be used again."""

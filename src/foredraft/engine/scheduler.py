@@ -71,7 +71,7 @@ class Scheduler:
             seq = self.waiting[0]
             if self.prefix_cache:
                 extend_keys(seq.keys, seq.tokens)
-            known = pool.find(seq.keys[: (len(seq.tokens) - 1) // BLOCK])  # one token at least is fed
+            known = pool.find(seq.shareable)
             if self._is_being_fed(seq, len(known)):
                 return
             need = pool.needed(len(seq.tokens) + 1) - len(known)
@@ -79,7 +79,6 @@ class Scheduler:
                 return
             pool.share(seq.table, known)
             seq.kv_len = len(known) * BLOCK
-            seq.remembered = len(known)
             promised += need
             self.running.append(self.waiting.popleft())
 
@@ -107,6 +106,6 @@ class Scheduler:
     def preempt(self, seq: Sequence, kv: KVCache) -> None:
         """Take a running sequence's cache; it waits first in line and is fed again from its first token."""
         kv.pool.shrink(seq.table, 0)
-        seq.kv_len = seq.remembered = 0
+        seq.kv_len = 0
         self.running.remove(seq)
         self.waiting.appendleft(seq)

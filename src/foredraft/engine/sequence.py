@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.kv import BLOCK, BlockTable
 from foredraft.sampling import Noise
 from foredraft.types import Grammar, SamplingParams, Source, SpecStats, TextSink
 
@@ -24,7 +24,6 @@ class Sequence:
     grammar: Grammar | None = None
     kv_len: int = 0
     keys: list[bytes] = field(default_factory=list)  # of the full blocks of its text
-    remembered: int = 0  # how many of its blocks the pool knows by key
     table: BlockTable = field(default_factory=BlockTable)
     stats: SpecStats = field(default_factory=SpecStats)
     sources: tuple[Source, ...] | None = None  # ways to draft in this step; None: the proposer has just one
@@ -39,6 +38,11 @@ class Sequence:
     def pending(self) -> int:
         """How many tokens the cache lacks."""
         return len(self.tokens) - self.kv_len
+
+    @property
+    def shareable(self) -> list[bytes]:
+        """The keys of the blocks that it need not fill itself: one token at least is fed."""
+        return self.keys[: (len(self.tokens) - 1) // BLOCK]
 
     @property
     def levels_left(self) -> int:

@@ -28,14 +28,11 @@ _CHUNK = 512  # prompt tokens fed to the draft in one pass
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """What the draft's cache holds of one request: `kv_len` tokens of the text, then `fed` nodes. Its first
-    `remembered` blocks can be found by others.
-    """
+    """What the draft's cache holds of one request: `kv_len` tokens of the text, then `fed` nodes."""
 
     table: BlockTable = field(default_factory=BlockTable)
     kv_len: int = 0
     fed: int = 0
-    remembered: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -106,9 +103,8 @@ class DraftModelProposer:
     def _new(self, seq: Sequence) -> _State:
         """Begin a request with the blocks that earlier ones have filled alike."""
         state = self._states[seq.request_id] = _State()
-        known = self._kv.pool.find(seq.keys[: (len(seq.tokens) - 1) // BLOCK])
-        self._kv.pool.share(state.table, known)
-        state.remembered, state.kv_len = len(known), len(known) * BLOCK
+        self._kv.pool.share(state.table, self._kv.pool.find(seq.shareable))
+        state.kv_len = state.table.capacity
         return state
 
     def _catch_up(self, drafts: Seq[_Growing]) -> None:
@@ -180,9 +176,7 @@ class DraftModelProposer:
                 targets.append(slots[: len(kept)])
             state.kv_len += len(kept)
             state.fed = 0
-            full = min(state.kv_len // BLOCK, len(seq.keys))
-            self._kv.pool.remember(state.table, seq.keys[:full], state.remembered)
-            state.remembered = max(full, state.remembered)
+            self._kv.pool.remember(state.table, seq.keys[: state.kv_len // BLOCK])
         if sources:
             self._kv.move(torch.cat(sources), torch.cat(targets))
 

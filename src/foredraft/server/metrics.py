@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from foredraft.engine.engine import Load
+from foredraft.engine.config import Load
 from foredraft.types import SpecStats, StepOutput
 
 _P = "foredraft:"
