@@ -222,3 +222,6 @@ def test_a_token_has_the_same_bits_alone_and_in_a_draft(kind: str, kv_heads: int
     assert torch.equal(drafted[:4], prompt[1:])
     feeds.append(Feed(other[80:81], 80, tables[1], chain(other[81:84])))
     assert torch.equal(target.forward(make_batch(feeds), kv).logits[:12], drafted)
+    tree = Draft(torch.tensor([9, *text[59:62], 8, text[62]]), (-1, -1, 1, 2, 1, 3))  # the text is 1, 2, 3, 5
+    branches = target.forward(make_batch([Feed(text[58:59], 58, tables[0], tree), *feeds[1:]]), kv).logits
+    assert torch.equal(branches[[0, 2, 3, 4, 6]], drafted[:5])
