@@ -54,6 +54,23 @@ def test_growing_texts_with_chains_and_trees(path: Path, seed: int) -> None:
     compare([plain(path), BucketedCausal(plain(path)), BucketedCausal(plain(path), tape.record)], seed, 12)
 
 
+def test_nodes_fed_in_an_earlier_pass(llama: Path) -> None:
+    """As a draft model feeds its own trees, level by level: each node sees its ancestors among them."""
+    tree = Draft(torch.tensor([4, 5, 6, 7, 8, 9]), (-1, -1, 0, 1, 2, 0))
+    first = Draft(tree.tokens[:3], tree.parents[:3])
+    outs = []
+    for target in (plain(llama), BucketedCausal(plain(llama), tape.record)):
+        world = World(target, [[5] * 31, [6] * 40, [7, 8]])
+        world.step([0, 1, 2], [first, NO_DRAFT, first])
+        feeds = []
+        for text, table, cached in zip(world.texts, world.tables, (3, 0, 1), strict=True):
+            assert world.kv.pool.grow(table, len(text) + len(tree))
+            feeds.append(Feed([], len(text), table, tree, cached))
+        feeds[1] = Feed([9], 40, world.tables[1], tree)
+        outs.append(target.forward(make_batch(feeds), world.kv).logits)
+    same(outs[1], outs[0])
+
+
 def test_what_does_not_fit_a_bucket_runs_as_it_comes(llama: Path) -> None:
     """A prompt, a step of too many rows, one of too many sequences; few rows of a prompt do fit."""
     rng = random.Random(1)
