@@ -21,7 +21,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from foredraft import LLM, SamplingParams, zoo
+from foredraft import LLM, Completion, SamplingParams, zoo
+from foredraft.control.cost import on_line
 from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import BlockTable
 from foredraft.models import HFCausal, load_target
@@ -118,20 +119,20 @@ def pass_seconds(paths: dict[str, HFCausal], context: int, repeats: int) -> dict
 def answer_stats(args: argparse.Namespace, seconds: dict[int, float]) -> dict[str, float]:
     """Decode one copyable answer plainly and drafted, in turn; return rates and the efficiency."""
     params = SamplingParams(temperature=0, max_tokens=args.tokens)
-    message = [{"role": "user", "content": COPYABLE}]
     llms = {draft: LLM(args.model, draft, dtype=args.dtype, prefix_cache=False) for draft in (None, "ngram")}
     best: dict[str | None, SpecStats] = {}
     for _ in range(4):
         for draft, llm in llms.items():
-            stats = llm.chat(message, params).stats
+            stats = answer(llm, params).stats
             if draft not in best or decode_s(stats) < decode_s(best[draft]):
                 best[draft] = stats
     plain, drafted = best[None], best["ngram"]
     speed_up = decode_s(plain) / decode_s(drafted)
-    allowed = drafted.mean_emitted * seconds[1] / at(seconds, 1 + drafted.drafted / drafted.steps)
+    rows = 1 + drafted.drafted / drafted.steps
+    allowed = drafted.mean_emitted * seconds[1] / on_line(list(seconds), list(seconds.values()), rows)
     return {
         "mean_emitted": drafted.mean_emitted,
-        "rows": 1 + drafted.drafted / drafted.steps,
+        "rows": rows,
         "speed_up": speed_up,
         "allowed": allowed,
         "efficiency": speed_up / allowed,
@@ -141,17 +142,16 @@ def answer_stats(args: argparse.Namespace, seconds: dict[int, float]) -> dict[st
     }
 
 
+def answer(llm: LLM, params: SamplingParams) -> Completion:
+    """Answer what repeats itself, or go on with it if the model has no chat template."""
+    if llm.tokenizer.chat_template:
+        return llm.chat([{"role": "user", "content": COPYABLE}], params)
+    return llm.generate(COPYABLE, params)[0]
+
+
 def decode_s(stats: SpecStats) -> float:
     """Seconds after the prompt."""
     return stats.draft_s + stats.target_s + stats.other_s
-
-
-def at(seconds: dict[int, float], rows: float) -> float:
-    """T at a mean number of rows, on the line between its neighbours."""
-    low = max(n for n in seconds if n <= rows)
-    high = min((n for n in seconds if n >= rows), default=low)
-    share = 0.0 if high == low else (rows - low) / (high - low)
-    return seconds[low] + share * (seconds[high] - seconds[low])
 
 
 def show(found: dict[str, Any]) -> None:

@@ -44,7 +44,7 @@ class PassCosts:
         self.points = [seconds[rows] for rows in self.rows]
         self.seq_s = seq_s
         self.drift = 1.0
-        self._level(len(self.points) - 1)
+        level(self.points)
 
     @classmethod
     def guess(cls) -> PassCosts:
@@ -72,20 +72,32 @@ class PassCosts:
         self.drift *= ratio**_DRIFT
         near = min(range(len(self.rows)), key=lambda point: abs(self.rows[point] - rows))
         self.points[near] *= ratio**_POINT
-        self._level(near)
+        level(self.points, near)
 
     def _shape(self, rows: int, seqs: int) -> float:
-        right = min(max(bisect_right(self.rows, rows), 1), len(self.rows) - 1)
-        x0, x1, y0, y1 = self.rows[right - 1], self.rows[right], self.points[right - 1], self.points[right]
-        line = y0 + (y1 - y0) * (max(rows, self.rows[0]) - x0) / (x1 - x0)
-        return line + self.seq_s * (seqs - 1)
+        return on_line(self.rows, self.points, rows) + self.seq_s * (seqs - 1)
 
-    def _level(self, point: int) -> None:
-        """More rows never take less time: they could be fed and not used."""
-        for left in range(point - 1, -1, -1):
-            self.points[left] = min(self.points[left], self.points[left + 1])
-        for right in range(point + 1, len(self.points)):
-            self.points[right] = max(self.points[right], self.points[right - 1])
+
+def on_line(rows: Seq[int], points: Seq[float], at: float) -> float:
+    """Return the value at a number of rows: between those measured, in order, on the line through two points,
+    beyond the last as between the last two, before the first what that is.
+    """
+    if len(rows) == 1:
+        return points[0]
+    right = min(max(bisect_right(rows, at), 1), len(rows) - 1)
+    x0, x1, y0, y1 = rows[right - 1], rows[right], points[right - 1], points[right]
+    return y0 + (y1 - y0) * (max(at, rows[0]) - x0) / (x1 - x0)
+
+
+def level(points: list[float], fixed: int = -1) -> None:
+    """Let more rows never take less time, since they could be fed and not used: points before the fixed one
+    are lowered, those after it raised.
+    """
+    fixed %= len(points)
+    for left in range(fixed - 1, -1, -1):
+        points[left] = min(points[left], points[left + 1])
+    for right in range(fixed + 1, len(points)):
+        points[right] = max(points[right], points[right - 1])
 
 
 def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassCosts:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foredraft.control.cost import level, on_line
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.kv import BLOCK
 from foredraft.engine.protocols import Proposer, StepTimes, Target
@@ -44,18 +45,15 @@ class LoadCosts:
         rows of prompts beside them, which add what they add to a prompt of so many rows.
         """
         if not prompt_rows:
-            return _on_line(self.steps, rows)
-        added_s = _on_line(self.prompts, rows + prompt_rows) - _on_line(self.prompts, rows)
-        return _on_line(self.steps, rows) + added_s
+            return _at(self.steps, rows)
+        added_s = _at(self.prompts, rows + prompt_rows) - _at(self.prompts, rows)
+        return _at(self.steps, rows) + added_s
 
 
-def _on_line(known: dict[int, float], rows: float) -> float:
-    """Return the value between the points around `rows`, beyond the last one as between the last two."""
+def _at(known: dict[int, float], rows: float) -> float:
+    """As on_line, for points in any order."""
     points = sorted(known)
-    if len(points) > 1 and rows > points[-1]:
-        slope = (known[points[-1]] - known[points[-2]]) / (points[-1] - points[-2])
-        return known[points[-1]] + slope * (rows - points[-1])
-    return float(np.interp(rows, points, [known[n] for n in points]))
+    return on_line(points, [known[n] for n in points], rows)
 
 
 @dataclass(slots=True)
@@ -121,7 +119,7 @@ def measure_prompts(
             engine.step()
             found.setdefault(rows, []).append(clock() - start)
             left -= min(left, rows)
-    return _level({rows: min(seconds) for rows, seconds in found.items()})
+    return _leveled({rows: min(seconds) for rows, seconds in found.items()})
 
 
 def measure_load(
@@ -139,17 +137,15 @@ def measure_load(
         for budget in (budget for budget in BUDGETS if budget <= longest):
             for t in bench.times(budget):
                 found.setdefault(t.rows, []).append(t.target_s + t.other_s)
-    return LoadCosts(seqs, _level({rows: median(s) for rows, s in found.items()}), prompts)
+    return LoadCosts(seqs, _leveled({rows: median(s) for rows, s in found.items()}), prompts)
 
 
-def _level(steps: dict[int, float]) -> dict[int, float]:
-    """More rows never take less time: they could be fed and not used."""
-    level: dict[int, float] = {}
-    least = float("inf")
-    for rows in sorted(steps, reverse=True):
-        least = min(least, steps[rows])
-        level[rows] = least
-    return level
+def _leveled(steps: dict[int, float]) -> dict[int, float]:
+    """As level, for points in any order."""
+    rows = sorted(steps)
+    points = [steps[n] for n in rows]
+    level(points)
+    return dict(zip(rows, points, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
