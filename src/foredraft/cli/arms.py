@@ -7,10 +7,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from foredraft.cli.options import DEFAULT_MODEL, dtype_option, model_option, option
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -32,22 +31,18 @@ def need_extra() -> None:
         raise ConfigError(f"this command needs {', '.join(missing)}: pip install 'foredraft[measure]'")
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 @dataclass(frozen=True)
 class Asked:
     """Which requests."""
 
     requests: Annotated[
         list[Path],
-        _option(REQUESTS, "JSONL of OpenAI bodies, captured requests or messages; may be repeated."),
+        option(REQUESTS, "JSONL of OpenAI bodies, captured requests or messages; may be repeated."),
     ] = field(default_factory=list)
-    limit: Annotated[int | None, _option(REQUESTS, "Use the first N requests of each file.")] = None
-    max_tokens: Annotated[int, _option(REQUESTS, "Longest answer.")] = 128
-    temperature: Annotated[float, _option(REQUESTS, "Of requests that do not say; 0 is greedy.")] = 0.0
-    seed: Annotated[int, _option(REQUESTS, "Of requests that do not say, one more for each.")] = 0
+    limit: Annotated[int | None, option(REQUESTS, "Use the first N requests of each file.")] = None
+    max_tokens: Annotated[int, option(REQUESTS, "Longest answer.")] = 128
+    temperature: Annotated[float, option(REQUESTS, "Of requests that do not say; 0 is greedy.")] = 0.0
+    seed: Annotated[int, option(REQUESTS, "Of requests that do not say, one more for each.")] = 0
 
     def load_asks(self) -> list[Ask]:
         """Read the requests; raises ConfigError."""
@@ -66,22 +61,20 @@ class Asked:
 class Answering:
     """Engines in this process that differ in the draft, or servers by URL."""
 
-    model: Annotated[str, _option(ENGINE, "Zoo name, directory, Hugging Face id or .gguf file.")] = (
-        "smollm2-135m"
-    )
+    model: Annotated[str, model_option(ENGINE)] = DEFAULT_MODEL
     draft: Annotated[
-        str, _option(ENGINE, "Drafts to compare, the baseline first; NAME:N drafts at most N per step.")
+        str, option(ENGINE, "Drafts to compare, the baseline first; NAME:N drafts at most N per step.")
     ] = "none,ngram"
-    dtype: Annotated[str, _option(ENGINE, "auto, float32, bfloat16 or float16.")] = "auto"
-    baseline: Annotated[str, _option(SERVERS, "URL of the server without drafting.")] = ""
-    variant: Annotated[list[str], _option(SERVERS, "NAME=URL of a server that drafts; may be repeated.")] = (
+    dtype: Annotated[str, dtype_option(ENGINE)] = "auto"
+    baseline: Annotated[str, option(SERVERS, "URL of the server without drafting.")] = ""
+    variant: Annotated[list[str], option(SERVERS, "NAME=URL of a server that drafts; may be repeated.")] = (
         field(default_factory=list)
     )
     model_name: Annotated[
-        str | None, _option(SERVERS, "Model to ask the servers for; the first they serve by default.")
+        str | None, option(SERVERS, "Model to ask the servers for; the first they serve by default.")
     ] = None
-    api_key: Annotated[str | None, _option(SERVERS, "Key of the servers.", envvar="OPENAI_API_KEY")] = None
-    timeout: Annotated[float, _option(SERVERS, "Seconds that a request may take, to its last token.")] = 600.0
+    api_key: Annotated[str | None, option(SERVERS, "Key of the servers.", envvar="OPENAI_API_KEY")] = None
+    timeout: Annotated[float, option(SERVERS, "Seconds that a request may take, to its last token.")] = 600.0
 
     @property
     def servers(self) -> bool:

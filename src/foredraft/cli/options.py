@@ -17,35 +17,45 @@ if TYPE_CHECKING:
     from foredraft.types import SamplingParams
 
 MODEL, LAW, END = "Model and draft", "What is sampled", "When it ends"
+DEFAULT_MODEL = "smollm2-135m"
 
 
-def _option(panel: str, text: str, *names: str) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel)
+def option(panel: str, text: str, *names: str, **more: Any) -> Any:
+    """Return an option of typer's that --help shows in a panel."""
+    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
+
+
+def model_option(panel: str) -> Any:
+    """Return the option that names a model."""
+    return option(panel, "Zoo name, directory, Hugging Face id or .gguf file.")
+
+
+def dtype_option(panel: str) -> Any:
+    """Return the option that says in which precision it runs."""
+    return option(panel, "auto, float32, bfloat16 or float16.")
 
 
 @dataclass(frozen=True)
 class Loading:
     """Which model and draft, and how they run."""
 
-    model: Annotated[str, _option(MODEL, "Zoo name, directory, Hugging Face id or .gguf file.")] = (
-        "smollm2-135m"
-    )
+    model: Annotated[str, model_option(MODEL)] = DEFAULT_MODEL
     draft: Annotated[
         str,
-        _option(
+        option(
             MODEL,
             "auto (the best that is shipped), none, ngram, suffix, suffix-shared (looks through earlier "
             "answers too), eagle, medusa, the directory of a draft, a smaller model named as --model is, or "
             "one of those with a lookup, as eagle+suffix.",
         ),
     ] = "auto"
-    budget: Annotated[str, _option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
+    budget: Annotated[str, option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
         "auto"
     )
-    tree: Annotated[
-        str, _option(MODEL, "Draft a tree with a draft model: nodes of each level, as 4,3,2.")
-    ] = ""
-    dtype: Annotated[str, _option(MODEL, "auto, float32, bfloat16 or float16.")] = "auto"
+    tree: Annotated[str, option(MODEL, "Draft a tree with a draft model: nodes of each level, as 4,3,2.")] = (
+        ""
+    )
+    dtype: Annotated[str, dtype_option(MODEL)] = "auto"
 
     def load(self, *, prefix_cache: bool = True, **sizes: Any) -> LLM:
         """Fetch the model if it is not there, and load it; `sizes` are further options of LLM."""
@@ -69,29 +79,29 @@ class Loading:
 class Sampling:
     """The fields of SamplingParams as options."""
 
-    temperature: Annotated[float, _option(LAW, "0 is greedy.")] = 1.0
-    top_k: Annotated[int, _option(LAW, "Keep the k likeliest tokens; 0 is off.")] = 0
-    top_p: Annotated[float, _option(LAW, "Keep the likeliest tokens up to this share; 1 is off.")] = 1.0
-    min_p: Annotated[float, _option(LAW, "Keep tokens with this share of the likeliest; 0 is off.")] = 0.0
-    repetition_penalty: Annotated[float, _option(LAW, "On prompt and answer; 1 is off.")] = 1.0
-    presence_penalty: Annotated[float, _option(LAW, "On the answer's tokens; 0 is off.")] = 0.0
-    frequency_penalty: Annotated[float, _option(LAW, "On the answer's tokens, per use; 0 is off.")] = 0.0
+    temperature: Annotated[float, option(LAW, "0 is greedy.")] = 1.0
+    top_k: Annotated[int, option(LAW, "Keep the k likeliest tokens; 0 is off.")] = 0
+    top_p: Annotated[float, option(LAW, "Keep the likeliest tokens up to this share; 1 is off.")] = 1.0
+    min_p: Annotated[float, option(LAW, "Keep tokens with this share of the likeliest; 0 is off.")] = 0.0
+    repetition_penalty: Annotated[float, option(LAW, "On prompt and answer; 1 is off.")] = 1.0
+    presence_penalty: Annotated[float, option(LAW, "On the answer's tokens; 0 is off.")] = 0.0
+    frequency_penalty: Annotated[float, option(LAW, "On the answer's tokens, per use; 0 is off.")] = 0.0
     logit_bias: Annotated[
-        list[str], _option(LAW, "TOKEN=BIAS, -100 to 100; may be repeated.", "--logit-bias")
+        list[str], option(LAW, "TOKEN=BIAS, -100 to 100; may be repeated.", "--logit-bias")
     ] = field(default_factory=list)
-    seed: Annotated[int | None, _option(LAW, "Same seed, same draws.")] = None
+    seed: Annotated[int | None, option(LAW, "Same seed, same draws.")] = None
     reproducible: Annotated[
-        bool, _option(LAW, "Make the text a function of the seed alone, drafted or not.", "--reproducible")
+        bool, option(LAW, "Make the text a function of the seed alone, drafted or not.", "--reproducible")
     ] = False
-    max_tokens: Annotated[int, _option(END, "Longest answer.")] = 256
-    min_tokens: Annotated[int, _option(END, "Shortest answer.")] = 0
-    stop: Annotated[list[str], _option(END, "End before this text; may be repeated.")] = field(
+    max_tokens: Annotated[int, option(END, "Longest answer.")] = 256
+    min_tokens: Annotated[int, option(END, "Shortest answer.")] = 0
+    stop: Annotated[list[str], option(END, "End before this text; may be repeated.")] = field(
         default_factory=list
     )
     stop_token_ids: Annotated[
-        list[int], _option(END, "End after this token; may be repeated.", "--stop-token-id")
+        list[int], option(END, "End after this token; may be repeated.", "--stop-token-id")
     ] = field(default_factory=list)
-    ignore_eos: Annotated[bool, _option(END, "Go on after the end-of-text token.", "--ignore-eos")] = False
+    ignore_eos: Annotated[bool, option(END, "Go on after the end-of-text token.", "--ignore-eos")] = False
 
     def params(self, logprobs: int | None = None) -> SamplingParams:
         """Return them checked; raises ConfigError."""

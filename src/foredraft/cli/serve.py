@@ -7,11 +7,9 @@ import socket
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from foredraft.cli.options import Loading, takes_options
+from foredraft.cli.options import Loading, option, takes_options
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -21,56 +19,52 @@ WHERE, LIMITS, CAPTURE = "Where and for whom", "Limits", "Capture"
 _NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
-def _option(panel: str, text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, **more)
-
-
 @dataclass(frozen=True)
 class Address:
     """Where the server listens, and whom it answers."""
 
-    host: Annotated[str, _option(WHERE, "Address to listen on.")] = "127.0.0.1"
-    port: Annotated[int, _option(WHERE, "Port; 0 takes a free one.", min=0, max=65535)] = 8000
-    name: Annotated[str, _option(WHERE, "What clients call the model; by default as --model says.")] = ""
+    host: Annotated[str, option(WHERE, "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, option(WHERE, "Port; 0 takes a free one.", min=0, max=65535)] = 8000
+    name: Annotated[str, option(WHERE, "What clients call the model; by default as --model says.")] = ""
     api_key: Annotated[
         list[str],
-        _option(
+        option(
             WHERE, "Key that clients must send; may be repeated.", "--api-key", envvar="FOREDRAFT_API_KEY"
         ),
     ] = field(default_factory=list)
-    api_key_file: Annotated[Path | None, _option(WHERE, "File of keys, one a line.")] = None
+    api_key_file: Annotated[Path | None, option(WHERE, "File of keys, one a line.")] = None
     cors_origin: Annotated[
         list[str],
-        _option(WHERE, "Web origin that may call; may be repeated. None by default.", "--cors-origin"),
+        option(WHERE, "Web origin that may call; may be repeated. None by default.", "--cors-origin"),
     ] = field(default_factory=list)
-    log_level: Annotated[str, _option(WHERE, "debug, info, warning or error.")] = "info"
+    log_level: Annotated[str, option(WHERE, "debug, info, warning or error.")] = "info"
 
 
 @dataclass(frozen=True)
 class Limits:
     """How much is taken on."""
 
-    max_seqs: Annotated[int, _option(LIMITS, "Answers written at once.", min=1)] = 16
-    max_queue: Annotated[int, _option(LIMITS, "Answers that may wait; more are refused (429).", min=0)] = 64
-    max_len: Annotated[int | None, _option(LIMITS, "Longest prompt and answer, in tokens.", min=2)] = None
-    max_tokens: Annotated[int | None, _option(LIMITS, "Longest answer, in tokens.", min=1)] = None
-    max_body_mb: Annotated[float, _option(LIMITS, "Largest request body.", min=0.001)] = 4.0
-    deadline: Annotated[float, _option(LIMITS, "Seconds that a request may take.", min=0.1)] = 600.0
-    grace: Annotated[float, _option(LIMITS, "Seconds that answers may go on at shutdown.", min=0)] = 20.0
-    kv_gb: Annotated[float | None, _option(LIMITS, "Memory for the KV cache, in GB.")] = None
+    max_seqs: Annotated[int, option(LIMITS, "Answers written at once.", min=1)] = 16
+    max_queue: Annotated[int, option(LIMITS, "Answers that may wait; more are refused (429).", min=0)] = 64
+    max_len: Annotated[int | None, option(LIMITS, "Longest prompt and answer, in tokens.", min=2)] = None
+    max_tokens: Annotated[int | None, option(LIMITS, "Longest answer, in tokens.", min=1)] = None
+    max_body_mb: Annotated[float, option(LIMITS, "Largest request body.", min=0.001)] = 4.0
+    deadline: Annotated[float, option(LIMITS, "Seconds that a request may take.", min=0.1)] = 600.0
+    grace: Annotated[float, option(LIMITS, "Seconds that answers may go on at shutdown.", min=0)] = 20.0
+    kv_gb: Annotated[float | None, option(LIMITS, "Memory for the KV cache, in GB.")] = None
 
 
 @dataclass(frozen=True)
 class Capturing:
     """Whether and how requests are recorded."""
 
-    capture: Annotated[Path | None, _option(CAPTURE, "File that requests are appended to.")] = None
-    capture_share: Annotated[float, _option(CAPTURE, "Share of the requests, up to 1.")] = 1.0
-    capture_max_mb: Annotated[float, _option(CAPTURE, "Size at which the file is put aside.")] = 256.0
-    capture_keep: Annotated[int, _option(CAPTURE, "Files that are kept in all.")] = 4
+    capture: Annotated[Path | None, option(CAPTURE, "File that requests are appended to.")] = None
+    capture_share: Annotated[float, option(CAPTURE, "Share of the requests, up to 1.")] = 1.0
+    capture_max_mb: Annotated[float, option(CAPTURE, "Size at which the file is put aside.")] = 256.0
+    capture_keep: Annotated[int, option(CAPTURE, "Files that are kept in all.")] = 4
     capture_redact: Annotated[
         list[str],
-        _option(CAPTURE, "Field to blot out, as messages.content; may be repeated.", "--capture-redact"),
+        option(CAPTURE, "Field to blot out, as messages.content; may be repeated.", "--capture-redact"),
     ] = field(default_factory=list)
 
     def config(self) -> CaptureConfig | None:
