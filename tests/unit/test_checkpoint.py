@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,16 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 def stored(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     (file,) = path.glob("*.safetensors")
     return json.loads((path / "config.json").read_text()), load_file(file)
+
+
+def test_a_head_is_readable_as_any_new_file_is(eagle: Path, tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_head(tmp_path / "b", read_head(eagle))
+        write_head(tmp_path / "b", read_head(eagle))  # in its place
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in (tmp_path / "b").iterdir()} == {0o640}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

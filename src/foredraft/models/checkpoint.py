@@ -24,6 +24,7 @@ from foredraft.models.formats.files import (
     read_tensors,
     target_facts,
     target_rows,
+    write_tensors,
 )
 from foredraft.models.lint import Finding, check_fits, lint
 
@@ -155,14 +156,12 @@ def _offsets(files: HeadFiles, tensors: dict[str, Tensor], done: list[str]) -> N
 
 def _write(path: Path, config: dict[str, Any], tensors: dict[str, Tensor], name: str) -> None:
     """Write both files beside `path`, then put the directory in its place in one move."""
-    from safetensors.torch import save_file
-
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as work:
         built = Path(work) / "new"
         built.mkdir()
         held = {key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}
-        save_file(held, built / name, metadata={"format": "pt"})
+        write_tensors(built / name, held)
         (built / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if path.exists():
             for other in path.iterdir():  # provenance and the like stay

@@ -10,12 +10,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.models.checkpoint import TargetFacts
-from foredraft.models.formats.files import read_json, target_tensor
+from foredraft.models.formats.files import read_json, target_tensor, write_tensors
 from foredraft.models.load import DRAFT_VOCABULARY
 from foredraft.propose.heads import target_record
 from foredraft.zoo import cache_dir
@@ -40,8 +40,8 @@ def save_distilled(
     noted = {"kind": "draft", "target": target_record(facts)}
     (path / "config.json").write_text(json.dumps(config | {"foredraft": noted}, indent=2), encoding="utf-8")
     kept = {name: value.contiguous() for name, value in state.items() if name not in _SHARED}
-    save_file(kept, path / "model.safetensors", metadata={"format": "pt"})
-    save_file({"token_ids": ids}, path / DRAFT_VOCABULARY)
+    write_tensors(path / "model.safetensors", kept)
+    write_tensors(path / DRAFT_VOCABULARY, {"token_ids": ids})
 
 
 def complete(path: Path, facts: TargetFacts) -> Path:
@@ -75,7 +75,7 @@ def _write(path: Path, facts: TargetFacts, work: Path) -> None:
     tied = read_json(path / "config.json").get("tie_word_embeddings", False)
     for name in _SHARED[:1] if tied else _SHARED:
         state[name] = target_tensor(facts, name)
-    save_file(state, work / "model.safetensors", metadata={"format": "pt"})
+    write_tensors(work / "model.safetensors", state)
     for file in ("config.json", DRAFT_VOCABULARY):
         shutil.copyfile(path / file, work / file)
     for file in _TOKENIZER:

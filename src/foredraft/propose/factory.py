@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -166,12 +167,17 @@ def draft_dir(draft: str | Path, target: HFCausal) -> Path:
     return path if is_head(path) or is_distilled(path) else zoo.resolve(draft)
 
 
+@lru_cache(maxsize=8)  # asked of more than once a start, and it reads every norm
+def _known_target(path: Path) -> dict[str, Any]:
+    return target_record(target_facts(path))
+
+
 def shipped(kind: str, target: str) -> Path:
     """Return the directory of the draft of one kind that is shipped for a target directory.
 
     Raises ConfigError if there is none.
     """
-    record = target_record(target_facts(Path(target)))
+    record = _known_target(Path(target))
     for path in zoo.shipped(kind):
         noted = read_json(path / "config.json")["foredraft"]["target"]
         if all(noted[name] == record[name] for name in noted if name != "name"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -142,6 +143,18 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def write_tensors(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write safetensors to a file that others may read as far as they may read any new file; the library
+    leaves it to its owner.
+    """
+    from safetensors.torch import save_file
+
+    file.touch()
+    mode = file.stat().st_mode
+    save_file(dict(tensors), file, metadata={"format": "pt"})
+    file.chmod(mode)
+
+
 def target_rows(target: TargetFacts, name: Literal["lm_head", "embed"], rows: Tensor | None) -> Tensor:
     """Read rows (all if None) of a target's vocabulary matrix, [rows, hidden]. Raises CheckpointError."""
     assert target.path is not None
@@ -173,14 +186,14 @@ def norms(target: TargetFacts) -> list[tuple[str, Tensor]]:
     from safetensors import safe_open
 
     assert target.path is not None
-    found = []
-    for name, file in sorted(_places(target.path).items()):
-        if name.endswith("norm.weight"):
-            with safe_open(file, framework="pt") as opened:
-                found.append((name, opened.get_tensor(name)))
+    found: dict[str, Tensor] = {}
+    for file in target.path.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as opened:
+            names = fnmatch.filter(opened.keys(), "*norm.weight")
+            found |= {name: opened.get_tensor(name) for name in names}
     if not found:
         raise CheckpointError(f"{target.path} holds no norms: its layout is not known here")
-    return found
+    return sorted(found.items())
 
 
 def _places(path: Path) -> Mapping[str, Path]:
