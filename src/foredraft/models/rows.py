@@ -22,6 +22,7 @@ Ints = NDArray[np.int64]
 # What attending takes: of one key head's key, and of one query beside it. Threads join in for more than
 # _LEAST_NS, as waking one takes a tenth of that.
 _KEY_NS, _QUERY_NS, _LEAST_NS = 38, 5, 300_000
+_SPAN_BYTES = 4 * 8
 
 
 class FewRows:
@@ -48,19 +49,20 @@ class FewRows:
             np.array([column for tail in tails for column in tail], np.int64),
         )
         self._spans, *others = (array.ctypes.data for array in self.arrays)
-        self._lists = tuple(others)
-        self._memory: dict[tuple[int, ...], Tensor] = {}
+        self._lists, self._written = tuple(others), self.written.ctypes.data
+        self._plans: dict[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]] = {}
 
     def turn_and_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:
         """Turn queries and keys of all rows, in place, and write keys and values; kernels.turn_and_write."""
-        kv_heads, dim = keys.shape[1:]
-        stores = (part.data_ptr() for part in (keys, values))
-        addresses = (part.data_ptr() for part in (qkv, cos, sin))
+        _, kv_heads, dim = keys.shape
         kernels.turn_and_write(
-            *addresses,
-            self.written.ctypes.data,
-            *stores,
-            len(cos),
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self._written,
+            keys.data_ptr(),
+            values.data_ptr(),
+            len(self.written),
             qkv.shape[1] - 2 * kv_heads,
             kv_heads,
             dim,
@@ -80,42 +82,48 @@ class FewRows:
         query: [heads, rows, dim]; keys, values: [slots, kv_heads, ·], which hold the rows' own already.
         """
         heads, _, dim = query.shape
-        kv_heads, value_dim = values.shape[1:]
-        most = self.most * heads // kv_heads
+        _, kv_heads, value_dim = values.shape
+        strides = (query.stride(1), query.stride(0))
+        addresses = (query.data_ptr(), *strides, keys.data_ptr(), values.data_ptr(), out.data_ptr())
         scale = (dim**-0.5 if scale is None else scale) * kernels.LOG2E
+        sizes = (dim, value_dim, scale, window or 0)
+        most = self.most * heads // kv_heads
 
-        def run(part: tuple[int, ...]) -> None:
-            spans, count, *some_heads = part
+        def run(part: tuple[int, ...], scratch: Tensor) -> None:
+            first, count, *some_heads = part
             kernels.attend(
-                query.data_ptr(),
-                query.stride(1),
-                query.stride(0),
-                keys.data_ptr(),
-                values.data_ptr(),
-                out.data_ptr(),
-                self._spans + spans * self.arrays[0].strides[0],
+                *addresses,
+                self._spans + first * _SPAN_BYTES,
                 count,
                 *self._lists,
                 heads,
                 kv_heads,
                 *some_heads,
-                dim,
-                value_dim,
-                scale,
-                window or 0,
-                self._scratch(part, dim, value_dim, most).data_ptr(),
+                *sizes,
+                scratch.data_ptr(),
                 self.longest,
                 most,
             )
 
-        first, *others = self._parts(heads, kv_heads)
-        running = [_threads().submit(run, part) for part in others]
-        run(first)
-        for part in running:
-            part.result()
+        (part, scratch), *others = self._plan(heads, kv_heads, dim, value_dim)
+        running = [_threads().submit(run, *other) for other in others]
+        run(part, scratch)
+        for other in running:
+            other.result()
+
+    def _plan(
+        self, heads: int, kv_heads: int, dim: int, value_dim: int
+    ) -> list[tuple[tuple[int, ...], Tensor]]:
+        """Return what each thread does, and where it works: the first span, how many spans, the first and the
+        last of the key heads.
+        """
+        key = (heads, kv_heads, dim, value_dim)
+        if key not in self._plans:
+            size = kernels.scratch_size(dim, value_dim, self.longest, self.most * heads // kv_heads)
+            self._plans[key] = [(part, torch.empty(size)) for part in self._parts(heads, kv_heads)]
+        return self._plans[key]
 
     def _parts(self, heads: int, kv_heads: int) -> list[tuple[int, ...]]:
-        """Return what each thread does: the first span, how many, and the first and last of the key heads."""
         spans, (_, rows, _, lengths) = len(self.arrays[0]), self.arrays[0].T
         costs = lengths * (_KEY_NS * kv_heads + _QUERY_NS * rows * heads)
         threads = torch.get_num_threads()
@@ -125,12 +133,6 @@ class FewRows:
             ends = _divided(np.ones(kv_heads), threads)
             return [(0, spans, first, last) for first, last in pairwise(ends)]
         return [(first, last - first, 0, kv_heads) for first, last in pairwise(_divided(costs, threads))]
-
-    def _scratch(self, part: tuple[int, ...], dim: int, value_dim: int, most: int) -> Tensor:
-        key = (*part, dim, value_dim, most)
-        if key not in self._memory:
-            self._memory[key] = torch.empty(kernels.scratch_size(dim, value_dim, self.longest, most))
-        return self._memory[key]
 
 
 @cache
