@@ -6,6 +6,7 @@ Answers and JSON go to stdout, all else to stderr. Exit codes: 0 done, 1 `demo` 
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Sequence
@@ -76,6 +77,9 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     # machine makes a pass ten times slower. With OMP_WAIT_POLICY=PASSIVE, which this overrides, they sleep at
     # once, and a pass on free cores takes 40 % longer.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    # Importing torch and transformers makes objects by the hundred thousand, which stay: by Python's own
+    # measure they are searched for garbage so often that it takes a sixth of the start.
+    gc.set_threshold(50_000, 10, 10)
     try:
         code = app(args=args, prog_name="foredraft", standalone_mode=False) or 0
         if code == INTERRUPTED:
