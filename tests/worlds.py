@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,11 +11,15 @@ from torch import Tensor
 
 from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import BLOCK, BlockTable
-from foredraft.models import HFCausal
+from foredraft.models import HFCausal, load_target
 from foredraft.tree import is_chain
 from foredraft.types import NO_DRAFT, Draft, chain
 
 LAYERS: list[tuple[int, ...]] = [(), (0, 2), (-1,), (1, 3)]
+
+
+def plain(path: Path) -> HFCausal:
+    return load_target(path, dtype="float32", device="cpu", fused=False)
 
 
 class World:
