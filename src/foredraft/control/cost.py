@@ -20,6 +20,7 @@ import torch
 from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import BlockTable
 from foredraft.engine.protocols import Target
+from foredraft.engine.watch import Watch
 from foredraft.types import NO_DRAFT, chain
 from foredraft.zoo.store import cache_dir
 
@@ -155,15 +156,18 @@ def measure(
         kv.pool.grow(table, length)
     text = (torch.arange(room) * 7919 % target.vocab_size).tolist()
 
+    watch = Watch(target.device, clock)
+
     def one(rows: int) -> float:
         draft = chain(text[context : context + rows - 1]) if rows > 1 else NO_DRAFT
         return timed([Feed(text[:1], context, tables[0], draft)])
 
     def timed(feeds: Seq[Feed]) -> float:
         batch = make_batch(feeds)
-        start = clock()
+        watch.start()
         target.forward(batch, kv)
-        return clock() - start
+        watch.stop()
+        return watch.seconds()
 
     seconds: dict[int, float] = {}
     apart = float("inf")

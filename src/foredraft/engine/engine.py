@@ -23,6 +23,7 @@ from foredraft.engine.news import news
 from foredraft.engine.protocols import Controller, Proposer, StepTimes, Target
 from foredraft.engine.scheduler import Planned, Scheduler
 from foredraft.engine.sequence import Sequence
+from foredraft.engine.watch import Watch
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.sampling import Noise
 from foredraft.types import (
@@ -68,6 +69,7 @@ class Engine:
         self._seqs: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
         self._make_sink, self._clock = make_sink, clock
+        self._watch = Watch(target.device, clock)
         self._added = 0
 
     @property
@@ -141,9 +143,9 @@ class Engine:
         draft_s = self._clock() - draft_start
 
         batch = make_batch(_feeds(plan, drafts))
-        target_start = self._clock()
+        self._watch.start()
         out = self.target.forward(batch, self._kv, self.drafter.hidden_layers)
-        target_s = self._clock() - target_start
+        self._watch.stop()
 
         logits = [out.logits[rows.start : rows.stop] for rows in batch.logits_of if rows]
         verdicts = decide(seqs, drafts, logits, self.target.eos_ids)
@@ -154,7 +156,7 @@ class Engine:
         self._commit(plan, verdicts, emissions)
         self.drafter.observe(*news(plan, verdicts, emissions, batch, out))
 
-        now = self._clock()
+        now, target_s = self._clock(), self._watch.seconds()
         times = StepTimes(draft_s, target_s, now - start - draft_s - target_s, len(batch.token_ids))
         account(self.stats, plan, drafts, verdicts, emissions, times, now)
         made = []
