@@ -158,10 +158,11 @@ def provenance(
     for path in files:
         digest.update(path.read_bytes())
     every = max(1, len(done.losses) // 200)
+    begun = f" --start-from {options.start_from}" if options.start_from is not None else ""
     return {
         "kind": kind,
         "target": model,
-        "command": f"foredraft train {kind} {' '.join(path.name for path in files)} --model {model}",
+        "command": f"foredraft train {kind} {' '.join(path.name for path in files)} --model {model}{begun}",
         "options": asdict(options) | {"temperatures": list(options.temperatures)},
         "plan": asdict(plan),
         "prompts_sha256": digest.hexdigest(),
