@@ -18,7 +18,7 @@ def plain() -> LLM:
     return LLM("smollm2-135m", dtype="float32", kv_gb=1)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa", "auto"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "distilled", "auto"])
 def test_shipped_heads(kind: str, plain: LLM) -> None:
     drafted = LLM("smollm2-135m", kind, dtype="float32", kv_gb=1, budget=6)
     prompts = [prompt.text for prompt in demo_prompts()][:4]
@@ -32,7 +32,7 @@ def test_shipped_heads(kind: str, plain: LLM) -> None:
     assert drafted.draft == {"auto": "eagle+suffix"}.get(kind, kind)
 
 
-@pytest.mark.parametrize("kind", ["eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle", "medusa", "distilled"])
 def test_shipped_heads_say_where_they_come_from(kind: str) -> None:
     (path,) = zoo.shipped(kind)
     record = json.loads((path / "provenance.json").read_text(encoding="utf-8"))
