@@ -3,7 +3,7 @@
 `Attend` is built once a step and travels through the model as a keyword argument. Sequences that decode and
 are about as long are padded into one call; a long chunk of prompt gets a call of its own.
 
-On a CPU in bfloat16 a few rows are attended by kernels (kernels.py) whose rows do not depend on what else
+On a CPU in bfloat16 a few rows are attended by kernels (models/kernels) whose rows do not depend on what else
 the pass holds, so that a token decoded alone and the same token in a draft get the same bits.
 """
 
