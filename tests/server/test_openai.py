@@ -176,8 +176,15 @@ def test_a_tool_is_called(server: Any, choice: Any, stream: bool) -> None:
         stream=stream,
     )
     if stream:
-        last = [chunk.choices[0] for chunk in answer][-1]
-        calls, content, finish = last.delta.tool_calls, last.delta.content, last.finish_reason
+        chunks = [chunk.choices[0] for chunk in answer]
+        told = [call for chunk in chunks for call in chunk.delta.tool_calls or ()]
+        assert len(told) > 2  # its arguments come as they are written
+        assert [call.index for call in told] == [0] * len(told)
+        assert told[0].id.startswith("call_")
+        assert all(call.id is call.function.name is None for call in told[1:])
+        told[0].function.arguments = "".join(call.function.arguments for call in told)
+        content = "".join(chunk.delta.content or "" for chunk in chunks) or None
+        calls, finish = told[:1], chunks[-1].finish_reason
     else:
         message, finish = answer.choices[0].message, answer.choices[0].finish_reason
         calls, content = message.tool_calls, message.content

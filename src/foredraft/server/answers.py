@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import codecs
-import json
-import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from foredraft.server.grammar import CALL_BEGIN, CALL_END
+from foredraft.server.calls import GrowingCall
+from foredraft.server.grammar import CALL_BEGIN
 from foredraft.server.metrics import Tally
 from foredraft.text import Detokenizer
 from foredraft.types import SpecStats, StepOutput, TokenLogprob
@@ -35,7 +34,7 @@ class TokenTexts:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as it grows. may_call: it may be a tool call, whose text is held back until it is whole."""
+    """One answer as it grows. may_call: it may be a tool call, whose text is not shown as such."""
 
     index: int
     texts: TokenTexts
@@ -50,7 +49,7 @@ class Choice:
     tally: Tally = field(default_factory=Tally)
     entries: list[dict[str, Any]] = field(default_factory=list)  # chat logprobs
     wants_logprobs: bool = False
-    call: dict[str, Any] | None = None
+    call: GrowingCall | None = None
     traced: list[dict[str, str]] = field(default_factory=list)
     _before: int | None = None
     _utf8: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
@@ -65,13 +64,14 @@ class Choice:
         self.traced = self._trace(output) if self.trace else []
         self._before = output.token_ids[-1] if output.token_ids else self._before
         start = len(self.text)
-        self.text += self._released(output.text)
+        shown, called = self._told(output.text)
+        self.text += shown
         self.entries += new
-        if not (self.text[start:] or new or self.traced or self.finish):
+        if not (shown or called or new or self.traced or self.finish):
             return None
-        delta: dict[str, Any] = {"content": self.text[start:]}
-        if self.finish and self.call:
-            delta = {"tool_calls": [{"index": 0, **self.call}]}
+        delta: dict[str, Any] = {} if self.call else {"content": self.text[start:]}
+        if called:
+            delta = {"tool_calls": [called]}
         logprobs = self.logprobs(new) if self.wants_logprobs else None
         body = {"delta": delta} if self.chat else {"text": self.text[start:]}
         return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self.finish}
@@ -85,7 +85,7 @@ class Choice:
                 "message": {"role": "assistant", "content": None if self.call else self.text, "refusal": None}
             }
             if self.call:
-                said["message"]["tool_calls"] = [self.call]
+                said["message"]["tool_calls"] = [self.call.said]
         return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": self.finish}
 
     def live(self) -> dict[str, Any]:
@@ -114,20 +114,25 @@ class Choice:
             "text_offset": offsets,
         }
 
-    def _released(self, text: str) -> str:
-        """Return the text that can be shown: all of it, unless it may become a tool call."""
+    def _told(self, text: str) -> tuple[str, dict[str, Any] | None]:
+        """Return what to show of new text, and what it says of a tool call: either is told, as it grows."""
         if not self.may_call:
-            return text
-        self.held += text
-        if not self.finish and (self.held.startswith(CALL_BEGIN) or CALL_BEGIN.startswith(self.held)):
-            return ""
-        self.call = parse_call(self.held)
-        released, self.held = self.held, ""
-        self.may_call = False
+            return text, None
         if self.call is None:
-            return released
-        self.finish = "tool_calls"
-        return ""
+            self.held += text
+            if not self.held.startswith(CALL_BEGIN):
+                if not self.finish and CALL_BEGIN.startswith(self.held):
+                    return "", None
+                self.may_call = False
+                return self.held, None
+            self.call, text = GrowingCall(), self.held
+        called = self.call.take(text)
+        if self.finish and self.call.name is None:  # it was cut before anything was told
+            self.may_call, shown, self.call = False, self.call.text, None
+            return shown, None
+        if self.finish == "stop" and self.call.closed:
+            self.finish = "tool_calls"
+        return "", called
 
     def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
         top = [self._logprob(token, logprob) for token, logprob in entry.top]
@@ -148,18 +153,6 @@ class Choice:
             traced.append({"text": self._utf8.decode(self.texts.shown(token, before)), "origin": origin})
             before = token
         return traced
-
-
-def parse_call(text: str) -> dict[str, Any] | None:
-    """Return the tool call that a text is, or None."""
-    if not (text.startswith(CALL_BEGIN) and text.endswith(CALL_END)):
-        return None
-    try:
-        call = json.loads(text.removeprefix(CALL_BEGIN).removesuffix(CALL_END))
-        function = {"name": call["name"], "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
