@@ -16,7 +16,7 @@ from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import BlockTable, KVCache
 from foredraft.engine.protocols import ForwardOut
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes, Record
-from foredraft.models.fused import KINDS, FusedCausal
+from foredraft.models.fused import KINDS, FusedCausal, has_fixed_angles
 from foredraft.models.hf_causal import HFCausal
 from foredraft.sampling import widen
 from foredraft.types import Draft, chain
@@ -79,9 +79,8 @@ def has_fixed_steps(target: HFCausal) -> bool:
     config = target.model.config
     if KINDS.get(config.model_type) is not FusedCausal or config.hidden_act != "silu":
         return False
-    angles = target.model.model.rotary_emb.rope_type
     windows = any(head.window is not None or head.softcap is not None for head in target.heads)
-    return not (windows or "dynamic" in angles or angles == "longrope")
+    return has_fixed_angles(target.model.model.rotary_emb) and not windows
 
 
 def bucket(slow: HFCausal, record: Record | None = None) -> BucketedCausal | None:

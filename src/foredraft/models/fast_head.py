@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from foredraft.models.attention import Attend, Head
-from foredraft.models.fused import DecoderLayer, Rotary, norm
+from foredraft.models.fused import DecoderLayer, KnownAngles, Rotary, norm
 from foredraft.models.heads import EagleLayer
 from foredraft.models.packed import pack
 
@@ -19,6 +19,8 @@ class FastEagle:
         self.fuse = pack(head.fc.weight)
         self.layer = DecoderLayer(head.midlayer, Head())
         self.to_logits = pack(projection)
+        on_cpu = embedding.device.type == "cpu"
+        self.angles = KnownAngles(self._rotary) if on_cpu else self._rotary
         self.of_features, self.last = norm(head.midlayer.hidden_norm), norm(head.norm)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, features: Tensor, attend: Attend) -> Tensor:
@@ -27,8 +29,9 @@ class FastEagle:
         """
         embeds = self.layer.before_attention(self.embedding[token_ids])
         normed = torch.cat([embeds, self.of_features(features)], -1)
-        rotary = self._rotary(positions, features.dtype)
-        found, _ = self.layer.run(features, normed, len(features), 0, rotary, attend, self.last)
+        found, _ = self.layer.run(
+            features, normed, len(features), 0, self.angles(positions), attend, self.last
+        )
         return found
 
     def logits(self, features: Tensor) -> Tensor:
@@ -36,6 +39,6 @@ class FastEagle:
         found: Tensor = self.to_logits(self.last(features))
         return found.float()
 
-    def _rotary(self, positions: Tensor, dtype: torch.dtype) -> Rotary:
-        cos, sin = (part.unsqueeze(1).to(dtype) for part in self.cos_sin(positions))
+    def _rotary(self, positions: Tensor) -> Rotary:
+        cos, sin = (part.unsqueeze(1).to(self.embedding.dtype) for part in self.cos_sin(positions))
         return Rotary(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
