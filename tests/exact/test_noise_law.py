@@ -20,7 +20,7 @@ from foredraft import verify_batch
 from foredraft.noise import exponentials
 from foredraft.sampling import Noise, draw_rows, draw_siblings
 from foredraft.tree import children, depths
-from foredraft.verify_batch import Forest, Verdicts, batch_exact, batch_matched
+from foredraft.verify_batch import Forest, Verdicts, batch_exact, batch_matched, to_host
 
 TRIALS = 20_000
 LENGTH = 3  # tokens whose joint law is tested
@@ -105,7 +105,7 @@ class Run:
         """Draft, verify and emit once; trials that are done go on for show, at the empty text."""
         forest = self.forest()
         nodes = forest.tokens.tolist()
-        for trial, verdict in enumerate(self.method.rule(forest).to_list()):
+        for trial, verdict in enumerate(to_host([self.method.rule(forest)])):
             if len(self.emitted[trial]) >= LENGTH:
                 continue
             tokens = [*(nodes[trial][node] for node in verdict.path), verdict.next_token]
