@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tiny_models
+from foredraft import zoo
 from foredraft.errors import CheckpointError
 from foredraft.models.checkpoint import exported, is_head, read_head, target_facts, write_head
 from foredraft.models.formats.files import TargetFacts
+from foredraft.models.formats.speculators import to_speculators
 from tiny_heads import CONFIG, DRAFT_VOCAB, HIDDEN, LAYERS, VOCAB, eagle_tensors, medusa_tensors, write
 
 MEDUSA = {"medusa_num_heads": 3, "medusa_num_layers": 2, "base_model_name_or_path": "some/model"}
@@ -240,3 +242,10 @@ def test_config_entries_of_a_wrong_type_are_named(
 ) -> None:
     with pytest.raises(CheckpointError, match=expected):
         read_head(write(tmp_path, CONFIG | entry, eagle_tensors()))
+
+
+def test_what_is_shipped_says_all_that_vllm_asks_of_a_layer() -> None:
+    (path,) = zoo.shipped("eagle")
+    written, _ = to_speculators(json.loads((path / "config.json").read_text()), {})
+    asked = {"hidden_act", "attention_bias", "mlp_bias", "rms_norm_eps", "rope_theta", "head_dim"}
+    assert asked <= written["transformer_layer_config"].keys()

@@ -124,6 +124,10 @@ def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, *, max_len: int
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
         "num_hidden_layers": 1,
+        # What a Llama layer is without being told, but not to every reader.
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
         "tie_word_embeddings": False,
         "max_position_embeddings": max_len,
         "foredraft": {
