@@ -108,7 +108,7 @@ def test_ctrl_c_in_generate_exits_with_130_and_prints_no_traceback(terminal: Ter
 
 
 def test_a_question_from_a_pipe_is_answered_in_json() -> None:
-    args = ["generate", "-", "--json", "--temperature", "0", "--max-tokens", "24"]
+    args = ["generate", "-", "--json", "--dtype", "float32", "--temperature", "0", "--max-tokens", "24"]
     question = "What is the capital of France?"
     done = subprocess.run(
         [*COMMAND, *args], input=question, capture_output=True, text=True, check=True, timeout=PATIENCE_S
