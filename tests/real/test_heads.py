@@ -28,7 +28,7 @@ def test_shipped_heads(kind: str, plain: LLM) -> None:
     ):
         wanted, found = plain.generate(prompts, params), drafted.generate(prompts, params)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in wanted]
-    assert drafted.engine.stats.accept_rate > 0.1
+    assert drafted.engine.stats.mean_emitted > 1.2
     assert drafted.draft == {"auto": "eagle+suffix"}.get(kind, kind)
 
 
