@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -69,23 +70,31 @@ class Attend:
     def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
+        self._spans = batch.spans
         steady = device.type == "cpu" and dtype == torch.bfloat16
-        written = [span.table.slots(span.first_slot, span.length) for span in batch.spans]
-        if len(written) == 1:
-            self.written = written[0] if isinstance(written[0], slice) else written[0].to(device)
-        else:
-            ids = [span.table.slot_ids(span.first_slot, span.length) for span in batch.spans]
-            self.written = torch.cat(ids).to(device)
         parts = [part for span in batch.spans for part in (_parts(span) if steady else [span])]
         self._few = [span for span in parts if span.rows <= FEW_ROWS]
         self.groups = [self._group([span]) for span in parts if span.rows > FEW_ROWS]
         self.few = FewRows(batch.spans, self._few, len(batch.token_ids)) if steady else None
-        self._all: list[_Group] | None = None
+
+    @cached_property
+    def _written(self) -> slice | Tensor:
+        """Where the rows go, for who writes by torch: the fused layers write by FewRows."""
+        if len(self._spans) == 1:
+            (span,) = self._spans
+            found = span.table.slots(span.first_slot, span.length)
+            return found if isinstance(found, slice) else found.to(self.device)
+        ids = [span.table.slot_ids(span.first_slot, span.length) for span in self._spans]
+        return torch.cat(ids).to(self.device)
+
+    @cached_property
+    def _every_group(self) -> list[_Group]:
+        return self.groups + [self._group(spans) for spans in alike(self._few)]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
         """query: [heads, rows, dim]; key, value: [kv_heads, rows, dim]. Returns [rows, heads, value_dim]."""
-        self.kv.keys[layer][self.written] = key.transpose(0, 1)
-        self.kv.values[layer][self.written] = value.transpose(0, 1)
+        self.kv.keys[layer][self._written] = key.transpose(0, 1)
+        self.kv.values[layer][self._written] = value.transpose(0, 1)
         return self._read(layer, query, head)
 
     def turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, head: Head) -> Tensor:
@@ -106,7 +115,7 @@ class Attend:
         """query: [heads, rows, dim]. Returns [rows, heads, value_dim], in `out` if there is one."""
         keys, values = self.kv.keys[layer], self.kv.values[layer]
         quickly = self.few is not None and head.softcap is None and query.shape[-1] % 8 == 0
-        groups = self.groups if quickly else self._every_group()
+        groups = self.groups if quickly else self._every_group
         if out is None:
             if len(groups) == 1 and not quickly and groups[0].target_rows is None:
                 return self._attend(groups[0], query, keys, values, head)[0]
@@ -122,11 +131,6 @@ class Attend:
                 flat = found.flatten(0, 1)
                 out[group.target_rows] = flat if group.valid is None else flat[group.valid]
         return out
-
-    def _every_group(self) -> list[_Group]:
-        if self._all is None:
-            self._all = self.groups + [self._group(spans) for spans in alike(self._few)]
-        return self._all
 
     def _attend(self, group: _Group, query: Tensor, keys: Tensor, values: Tensor, head: Head) -> Tensor:
         """Return [spans, rows, heads, value_dim]."""

@@ -16,12 +16,11 @@ from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import BlockTable, KVCache
 from foredraft.engine.protocols import ForwardOut
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes, Record
-from foredraft.models.fused import KINDS, FusedCausal, has_fixed_angles
+from foredraft.models.fused import KINDS, FusedCausal, agree, has_fixed_angles
 from foredraft.models.hf_causal import HFCausal
 from foredraft.sampling import widen
 from foredraft.types import Draft, chain
 
-_NOISE = {torch.float32: 1e-4}  # relative, of logits in the trial; 0.05 in half precision
 _TRIAL = 40  # tokens of the trial's text, more than any bucket's rows
 _log = logging.getLogger(__name__)
 
@@ -90,11 +89,11 @@ def bucket(slow: HFCausal, record: Record | None = None) -> BucketedCausal | Non
     wanted = _trial(slow)
     fast = BucketedCausal(slow, record)
     try:
-        error = (_trial(fast) - wanted).norm() / wanted.norm()
+        found = _trial(fast)
     except RuntimeError as failure:  # a driver that cannot record, or too little memory for it
         _log.warning("%s: a step in buckets failed: %s", slow.name, failure)
         return None
-    return fast if error < _NOISE.get(slow.dtype, 0.05) else None
+    return fast if agree(found, wanted, slow.dtype) else None
 
 
 def _trial(target: HFCausal) -> Tensor:

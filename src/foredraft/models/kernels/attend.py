@@ -27,7 +27,7 @@ STRIDE = COLUMNS + 16  # from one dimension of them to the next; a power of two 
 def _scores(
     turned: Any, query: Any, a: Any, b: Any, scores: Any, to_a: Any, to_b: Any, count: Any, dim: Any
 ) -> None:
-    """Scores of the queries that begin at a and b (which may be one) for `count` keys, from to_a and to_b on.
+    """Scores of the queries that begin at a and b for `count` keys, from to_a and to_b on, two places apart.
 
     turned: [dim, STRIDE], the keys. Two at once, as reading keys takes longer than multiplying.
     """
