@@ -12,6 +12,7 @@ from pathlib import Path
 
 from foredraft import LLM, SamplingParams, SpecStats
 from foredraft.propose import eagle
+from foredraft.text import encode_chat
 
 
 def main() -> None:
@@ -20,14 +21,7 @@ def main() -> None:
     eagle._WIDTH, eagle._WORTH = 1, 0.0  # one guess a level, however unsure
     rows = [json.loads(line) for path in args.prompts for line in path.read_text().splitlines()[: args.limit]]
     llm = LLM(args.model, args.head, dtype=args.dtype, budget=args.levels, max_seqs=1, prefix_cache=False)
-    prompts = [
-        list(
-            llm.tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=True)[
-                "input_ids"
-            ]
-        )
-        for row in rows
-    ]
+    prompts = [encode_chat(llm.tokenizer, row["messages"]) for row in rows]
     prompts = [ids for ids in prompts if len(ids) + args.max_tokens <= args.max_len]
     answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=args.max_tokens))
     total = SpecStats()

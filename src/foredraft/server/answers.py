@@ -63,17 +63,16 @@ class Choice:
         new = [self._entry(entry) for entry in output.logprobs or ()]
         self.traced = self._trace(output) if self.trace else []
         self._before = output.token_ids[-1] if output.token_ids else self._before
-        start = len(self.text)
         shown, called = self._told(output.text)
         self.text += shown
         self.entries += new
         if not (shown or called or new or self.traced or self.finish):
             return None
-        delta: dict[str, Any] = {} if self.call else {"content": self.text[start:]}
+        delta: dict[str, Any] = {} if self.call else {"content": shown}
         if called:
             delta = {"tool_calls": [called]}
         logprobs = self.logprobs(new) if self.wants_logprobs else None
-        body = {"delta": delta} if self.chat else {"text": self.text[start:]}
+        body = {"delta": delta} if self.chat else {"text": shown}
         return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self.finish}
 
     def whole(self) -> dict[str, Any]:
