@@ -5,7 +5,7 @@
 
 Of each draft the best predicted fixed budget is measured, and the controller's budgets ("auto"), against
 plain decoding in the same run, arms in turn. Needs a machine that does nothing else: prediction and
-measurement are minutes apart.
+measurement of a load are minutes apart.
 """
 
 from __future__ import annotations
@@ -39,13 +39,15 @@ def main() -> None:
     bench = open_bench(LLM(args.model, dtype=args.dtype, prefix_cache=False), asks, args.loads)
     methods = [method_of(bench, draft) for draft in args.drafts]
     traffic = traffic_of(bench, asks)
-    at_once = [load.concurrency or 1 for load in args.loads]
-    with console.status("predicting") as status:
-        advice = predict(bench.target, methods, traffic, at_once, status.update)
-    rows = [row for load in args.loads for row in compare(bench, advice, args.drafts, asks, load)]
+    rows, costs = [], []
+    for load in args.loads:
+        with console.status("predicting") as status:
+            advice = predict(bench.target, methods, traffic, [load.concurrency or 1], status.update)
+        costs += [asdict(one) for one in advice.costs]
+        rows += compare(bench, advice, args.drafts, asks, load)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as out:
-        header = {"command": vars(args), "machine": run.machine(), "costs": [asdict(c) for c in advice.costs]}
+        header = {"command": vars(args), "machine": run.machine(), "costs": costs}
         for row in (header, *rows):
             out.write(json.dumps(row, default=str) + "\n")
     show(rows)

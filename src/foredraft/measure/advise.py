@@ -9,7 +9,7 @@ from statistics import median
 
 from foredraft.control import FixedBudget
 from foredraft.engine.protocols import Controller, Proposer, Target
-from foredraft.measure.costs import BUDGETS, LoadCosts, measure_draft, measure_load, measure_prompts
+from foredraft.measure.costs import BUDGETS, Drafting, LoadCosts, measure_load
 from foredraft.measure.replay import Known, Profile, replay, sources_of
 from foredraft.measure.simulate import simulate
 
@@ -20,7 +20,6 @@ _HOT = 1.2
 _UNSURE = -1.5  # nats: mean log-probability of answers that nothing predicts
 WORTH = 1.03  # a gain below this is not worth switching anything on
 _SPARE = 600  # positions of a draft's cache beyond the longest text, as a replay's own cache has
-_ROOM = 4096  # positions of a draft's cache for each request while it is timed
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,31 +113,28 @@ def predict(
     clock: Callable[[], float] = time.perf_counter,
 ) -> Advice:
     """Replay every method once, time steps and drafts at every load, and simulate runs from both."""
-    on_part("timing prompts")
-    prompts = measure_prompts(target, traffic.known, clock)
-    costs, longest = [], max(method.longest for method in methods)
-    for load in loads:
-        on_part(f"timing steps at load {load}")
-        costs.append(measure_load(target, traffic.known, load, prompts, longest, clock))
-    plain = [Profile(one, ((),) * len(one.answer), 0.0) for one in traffic.known]
-    speeds = [simulate(plain, at).tokens_per_s for at in costs]
     tokens = max(len(one.prompt) + len(one.answer) for one in traffic.known) + _SPARE
-    predictions: list[Prediction] = []
+    profiles: list[list[Profile]] = []
     for method in methods:
         on_part(f"replaying {method.name}")
-        profiles = replay(method.make(tokens), target, traffic.known, method.longest, clock)
-        for at, speed in zip(costs, speeds, strict=True):
-            on_part(f"timing {method.name} at load {at.seqs}")
-            proposer = method.make(_ROOM * at.seqs)
-            drafting = measure_draft(
-                proposer, target, traffic.known, at, method.budgets, sources_of(profiles), clock
-            )
-            on_part(f"simulating {method.name} at load {at.seqs}")
+        profiles.append(replay(method.make(tokens), target, traffic.known, method.longest, clock))
+    plain = [Profile(one, ((),) * len(one.answer), 0.0) for one in traffic.known]
+    pairs = list(zip(methods, profiles, strict=True))
+    timed = [Drafting(method.make, method.budgets, sources_of(mine)) for method, mine in pairs]
+    predictions: list[Prediction] = []
+    costs: list[LoadCosts] = []
+    for load in loads:
+        on_part(f"timing steps at load {load}")
+        at, drafts = measure_load(target, traffic.known, load, timed, clock)
+        costs.append(at)
+        speed = simulate(plain, at).tokens_per_s
+        for (method, mine), drafting in zip(pairs, drafts, strict=True):
+            on_part(f"simulating {method.name} at load {load}")
             for budget in (*method.budgets, None):
                 controller = method.controller() if budget is None else FixedBudget(budget)
-                run = simulate(profiles, at, drafting, controller)
+                run = simulate(mine, at, drafting, controller)
                 rates = run.stats.accept_rate, run.stats.mean_emitted
-                predictions.append(Prediction(method.name, budget, at.seqs, run.tokens_per_s / speed, *rates))
+                predictions.append(Prediction(method.name, budget, load, run.tokens_per_s / speed, *rates))
     return Advice(tuple(predictions), tuple(costs), tuple(_reasons(predictions, methods, traffic, loads)))
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import cycle
+from random import Random
 from statistics import median
 
 import numpy as np
@@ -22,12 +23,13 @@ from foredraft.measure.replay import Known
 from foredraft.types import Draft, Needs, SamplingParams, Source, StepOutput, Verdict, chain
 
 BUDGETS = (0, 1, 2, 3, 4, 6, 8, 12, 15)
-_ROUNDS = 3  # over the budgets, so that what disturbs the machine for a while disturbs them alike
+_ROUNDS = 4
 _STEPS = 3  # timed at each budget in a round, after one that is not
-_DRAFTS = 6  # steps with a real draft timed at each budget
 _TRIES = 40  # steps after which a way to draft that is not met is given up
 _PROMPTS = 8  # read to find what a prompt takes
-_ROOM = 256  # tokens that a request emits before another takes its place
+_ALIKE = 1.3  # steps with less than so many times the rows of others are timed as one
+_APART = 0.618  # of an answer, how much farther than the one before a request begins: all parts alike
+_ROOM = 4096  # positions of a draft's cache for each request
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +58,25 @@ def _at(known: dict[int, float], rows: float) -> float:
     return on_line(points, [known[n] for n in points], rows)
 
 
+@dataclass(frozen=True, slots=True)
+class DraftCosts:
+    """Seconds that drafting adds to a step at one load. extra: the draft, by the method of a source, by
+    budget; beside_s: for handing over hidden states, drafted or not.
+    """
+
+    extra: dict[str, dict[int, float]]
+    beside_s: float = 0.0
+
+    def extra_s(self, method: str, budget: float) -> float:
+        """Return the seconds at a budget, in a line between what was measured."""
+        known = self.extra[method]
+        return float(np.interp(budget, sorted(known), [known[b] for b in sorted(known)]))
+
+
 @dataclass(slots=True)
 class _Timer:
-    """A controller whose budget is set from outside; it keeps the times of steps that only decode, and in
-    which all drafts were made by `method`, if one is set.
+    """A controller whose budget is set from outside; it keeps the times of steps that only decode, in which
+    not all answers are about to end, and in which all drafts were made by `method`, if one is set.
     """
 
     budget: int = 0
@@ -68,7 +85,8 @@ class _Timer:
     times: list[StepTimes] = field(default_factory=list)
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
-        self.decoding = batch_tokens == len(seqs)
+        uncut = self.budget <= max((seq.levels_left for seq in seqs), default=0)
+        self.decoding = batch_tokens == len(seqs) and uncut
         for seq in seqs if self.method is not None else ():
             seq.source = next((s for s in seq.sources or () if s.method == self.method), None)
             self.decoding &= seq.source is not None
@@ -100,97 +118,107 @@ class _Filler:
         pass
 
 
-def measure_prompts(
-    target: Target, known: Seq[Known], clock: Callable[[], float] = time.perf_counter
-) -> dict[int, float]:
-    """Return the seconds of steps that read some of the requests' own prompts alone, by rows; the first is a
-    step of one row.
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """A way to draft that is to be timed: `make` returns a fresh proposer whose cache serves so many tokens,
+    and `sources` are its ways to draft.
     """
-    longest = max(len(one.prompt) for one in known) + 3
-    config = EngineConfig(max_seqs=1, max_len=longest, kv_tokens=longest + BLOCK, prefix_cache=False)
-    engine = Engine(target, config=config, clock=clock)
-    found: dict[int, list[float]] = {}
-    for one in (*known[:1], *known[:_PROMPTS]):  # the first again, once it is warm
-        engine.add(one.prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-        left = len(one.prompt)
-        while engine.has_work:
-            rows = min(left, config.max_batch_tokens) or 1
-            start = clock()
-            engine.step()
-            found.setdefault(rows, []).append(clock() - start)
-            left -= min(left, rows)
-    return _leveled({rows: min(seconds) for rows, seconds in found.items()})
+
+    make: Callable[[int], Proposer]
+    budgets: Seq[int]
+    sources: Seq[Source | None]
 
 
 def measure_load(
     target: Target,
     known: Seq[Known],
     seqs: int,
-    prompts: dict[int, float],
-    longest: int = BUDGETS[-1],
+    drafting: Seq[Drafting],
     clock: Callable[[], float] = time.perf_counter,
-) -> LoadCosts:
-    """Time steps of `seqs` requests at every budget up to the longest; the contexts are the requests' own."""
-    bench = _Bench(target, _Filler(target.vocab_size), known, seqs, clock)
-    found: dict[int, list[float]] = {}
-    for _ in range(_ROUNDS):
-        for budget in (budget for budget in BUDGETS if budget <= longest):
+) -> tuple[LoadCosts, list[DraftCosts]]:
+    """Time steps of `seqs` requests at every budget, and their drafts; the contexts are the requests' own.
+
+    All are timed in turn, so that what disturbs the machine for a while disturbs them alike.
+    """
+    longest = max(budget for one in drafting for budget in one.budgets)
+    prompts: dict[int, list[float]] = {}
+    steps: dict[int, list[float]] = {}
+    drafts: list[dict[tuple[str, int], list[StepTimes]]] = [{} for _ in drafting]
+    reads_states = [bool(one.make(BLOCK).needs.hidden_layers) for one in drafting]
+    for order in (Random(seed) for seed in range(_ROUNDS)):
+        for rows, seconds in _time_prompts(target, known, clock):
+            prompts.setdefault(rows, []).append(seconds)
+        bench = _Bench(target, _Filler(target.vocab_size), known, seqs, clock)
+        for budget in _shuffled(BUDGETS[: BUDGETS.index(longest) + 1], order):
             for t in bench.times(budget):
-                found.setdefault(t.rows, []).append(t.target_s + t.other_s)
-    return LoadCosts(seqs, _leveled({rows: median(s) for rows, s in found.items()}), prompts)
+                steps.setdefault(t.rows, []).append(t.target_s + t.other_s)
+        for one, times in zip(drafting, drafts, strict=True):
+            bench = _Bench(target, one.make(_ROOM * seqs), known, seqs, clock)
+            for method in dict.fromkeys(source.method if source else None for source in one.sources):
+                bench.timer.method = method
+                for budget in _shuffled((0, *one.budgets), order):
+                    times.setdefault((method or "", budget), []).extend(bench.times(budget))
+    read = _medians(prompts)
+    few = {1: read[1]}  # where requests have ended
+    costs = LoadCosts(seqs, few | _medians(steps), read)
+    return costs, [
+        _draft_costs(times, costs, hands_over) for times, hands_over in zip(drafts, reads_states, strict=True)
+    ]
 
 
-def _leveled(steps: dict[int, float]) -> dict[int, float]:
-    """As level, for points in any order."""
-    rows = sorted(steps)
-    points = [steps[n] for n in rows]
-    level(points)
-    return dict(zip(rows, points, strict=True))
+def _shuffled(budgets: Seq[int], order: Random) -> list[int]:
+    """Return the budgets in some order, as contexts grow from one to the next."""
+    return order.sample(budgets, len(budgets))
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCosts:
-    """Seconds that drafting adds to a step at one load. extra: the draft, by the method of a source, by
-    budget; beside_s: for handing over hidden states, drafted or not.
-    """
+def _time_prompts(
+    target: Target, known: Seq[Known], clock: Callable[[], float]
+) -> Iterator[tuple[int, float]]:
+    """Yield rows and seconds of steps that read some of the requests' own prompts alone, and of one row."""
+    longest = max(len(one.prompt) for one in known) + 3
+    config = EngineConfig(max_seqs=1, max_len=longest, kv_tokens=longest + BLOCK, prefix_cache=False)
+    engine = Engine(target, config=config, clock=clock)
+    for one in known[:_PROMPTS]:
+        engine.add(one.prompt, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
+        left = len(one.prompt)
+        while engine.has_work:
+            rows = min(left, config.max_batch_tokens) or 1
+            start = clock()
+            engine.step()
+            yield rows, clock() - start
+            left -= min(left, rows)
 
-    extra: dict[str, dict[int, float]]
-    beside_s: float = 0.0
 
-    def extra_s(self, method: str, budget: float) -> float:
-        """Return the seconds at a budget, in a line between what was measured."""
-        known = self.extra[method]
-        return float(np.interp(budget, sorted(known), [known[b] for b in sorted(known)]))
-
-
-def measure_draft(
-    proposer: Proposer,
-    target: Target,
-    known: Seq[Known],
-    costs: LoadCosts,
-    budgets: Seq[int],
-    sources: Seq[Source | None],
-    clock: Callable[[], float] = time.perf_counter,
+def _draft_costs(
+    times: dict[tuple[str, int], list[StepTimes]], costs: LoadCosts, hands_over: bool
 ) -> DraftCosts:
-    """Time drafts of all requests of a load at every budget, made by each of the sources' methods.
-
-    Of a draft that reads hidden states, handing them over counts too.
-    """
-    bench = _Bench(target, proposer, known, costs.seqs, clock)
-    beside: list[float] = []
+    """Return what drafts take by method and budget, and what steps take longer if they hand states over."""
     extra: dict[str, dict[int, float]] = {}
-    for method in dict.fromkeys(source.method if source is not None else None for source in sources):
-        bench.timer.method = method
-        found = {budget: bench.times(budget, _DRAFTS) for budget in (0, *budgets)}
-        extra[method or ""] = {b: sum(t.draft_s for t in ts) / len(ts) for b, ts in found.items() if ts}
-        extra[method or ""].setdefault(0, 0.0)
-        beside += [t.target_s + t.other_s - costs.step_s(t.rows) for ts in found.values() for t in ts]
-    hands_over = bool(proposer.needs.hidden_layers and beside)
-    return DraftCosts(extra, max(0.0, median(beside)) if hands_over else 0.0)
+    for (method, budget), found in times.items():
+        if found or not budget:
+            extra.setdefault(method, {})[budget] = sum(t.draft_s for t in found) / max(len(found), 1)
+    beside = [t.target_s + t.other_s - costs.step_s(t.rows) for found in times.values() for t in found]
+    return DraftCosts(extra, max(0.0, median(beside)) if hands_over and beside else 0.0)
+
+
+def _medians(found: dict[int, list[float]]) -> dict[int, float]:
+    """Return the median seconds by rows, of about as many rows together: the line between two points that are
+    near would say little of what one more row takes.
+    """
+    groups: list[list[tuple[int, float]]] = []
+    for rows in sorted(found):
+        if not groups or rows >= _ALIKE * groups[-1][0][0]:
+            groups.append([])
+        groups[-1] += [(rows, seconds) for seconds in found[rows]]
+    points = [median(seconds for _, seconds in group) for group in groups]
+    level(points)
+    return {round(median(rows for rows, _ in group)): s for group, s in zip(groups, points, strict=True)}
 
 
 class _Bench:
-    """An engine with always as many requests as it takes, whose prompts are read."""
+    """An engine with always as many requests as it takes, whose prompts are read. The first ones begin
+    somewhere in their answers, so that contexts are as long as in a run from its first step on.
+    """
 
     def __init__(
         self,
@@ -200,14 +228,14 @@ class _Bench:
         seqs: int,
         clock: Callable[[], float],
     ) -> None:
-        longest = min(max(len(one.prompt) for one in known) + _ROOM + 1, target.max_len)
+        longest = max(len(one.prompt) + len(one.answer) for one in known) + 1
         self.timer = _Timer()
         self.engine = Engine(
             target,
             proposer,
             config=EngineConfig(
                 max_seqs=seqs,
-                max_len=longest,
+                max_len=min(longest, target.max_len),
                 max_batch_tokens=max(512, seqs),
                 kv_tokens=seqs * (longest + 2 * BLOCK),
                 prefix_cache=False,
@@ -215,14 +243,16 @@ class _Bench:
             controller=self.timer,
             clock=clock,
         )
-        self._prompts = cycle(one.prompt for one in known)
-        waiting = {self._add() for _ in range(seqs)}
+        self._known = cycle(known)
+        waiting = {self._add(_APART * n % 1) for n in range(seqs)}
         while waiting:
             waiting -= {output.request_id for output in self.engine.step()}
 
-    def _add(self) -> str:
-        params = SamplingParams(temperature=0, max_tokens=_ROOM, ignore_eos=True)
-        return self.engine.add(next(self._prompts), params)
+    def _add(self, begin: float = 0.0) -> str:
+        one = next(self._known)
+        told = int(begin * len(one.answer))
+        params = SamplingParams(temperature=0, max_tokens=len(one.answer) - told, ignore_eos=True)
+        return self.engine.add((*one.prompt, *one.answer[:told]), params)
 
     def times(self, budget: int, count: int = _STEPS) -> list[StepTimes]:
         """Return the times of some steps at a budget, fewer if they are hardly met; who has ended is
