@@ -46,13 +46,19 @@ def test_growing_beside_a_neighbour_stays_one_run() -> None:
     assert first.slots(5, 70) == slice(5, 70)
 
 
-def test_move_reads_before_it_writes() -> None:
-    kv = KVCache([LayerShape(1, 2, 3)] * 2, BLOCK, dtype=torch.float32)
-    for store in (*kv.keys, *kv.values):
-        store[:BLOCK, 0] = torch.arange(BLOCK).float()[:, None]
-    kv.move(torch.tensor([1, 3, 4]), torch.tensor([0, 1, 3]))
-    for store in (*kv.keys, *kv.values):
-        assert store[:5, 0, 0].tolist() == [1, 3, 2, 4, 4]
+@pytest.mark.parametrize("turned", [False, True])
+def test_move_reads_before_it_writes(turned: bool) -> None:
+    kv = KVCache([LayerShape(2, 3, 4)] * 2, 3 * BLOCK, dtype=torch.float32, turned=turned)
+    key, value = torch.randn(2, 5, 2, 3), torch.randn(2, 5, 2, 4)
+    places = torch.tensor([1, BLOCK + 3, 4, 2 * BLOCK, 5])
+    for layer in range(2):
+        kv.write(layer, places, key[layer], value[layer])
+    kv.move(places[[0, 1, 3]], places[[4, 0, 1]])
+    for layer in range(2):
+        for blocks in (slice(0, 3), torch.arange(3)):
+            keys, values = (store[places] for store in kv.read_blocks(layer, blocks))
+            assert torch.equal(keys, key[layer, [1, 3, 2, 3, 0]])
+            assert torch.equal(values, value[layer, [1, 3, 2, 3, 0]])
 
 
 def test_too_large_a_cache_is_one_clear_error() -> None:

@@ -11,6 +11,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -195,12 +196,20 @@ class LayerShape:
 class KVCache:
     """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of every layer.
 
-    Block `padding`, the last, is in no pool: what padding rows write goes there.
+    Block `padding`, the last, is in no pool: what padding rows write goes there. turned: keys are [blocks,
+    heads, key_dim, BLOCK] instead, so that a query meets all keys of a block at once (models/kernels).
     """
 
     def __init__(
-        self, layers: Seq[LayerShape], tokens: int, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        layers: Seq[LayerShape],
+        tokens: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        turned: bool = False,
     ) -> None:
+        self.turned = turned
         blocks = BlockPool.needed(tokens)
         size = sum(layer.bytes_per_token(dtype) for layer in layers) * blocks * BLOCK
         try:
@@ -211,6 +220,11 @@ class KVCache:
                 f"a KV cache of {tokens} tokens needs {size / 2**30:.2f} GiB on {device}, "
                 "which could not be had: lower max_seqs or max_len"
             ) from error
+        if turned:
+            self.keys = [
+                store.view(blocks + 1, s.heads, s.key_dim, BLOCK)
+                for store, s in zip(self.keys, layers, strict=True)
+            ]
         self.pool, self.padding = BlockPool(blocks), blocks
         self.device = torch.device(device)
 
@@ -228,4 +242,31 @@ class KVCache:
         """Copy slots `source` to slots `target` (int64 [n] each) in every layer."""
         source, target = source.to(self.device), target.to(self.device)
         for store in (*self.keys, *self.values):
-            store[target] = store[source]
+            store[_places(store, target)] = store[_places(store, source)]
+
+    def write(self, layer: int, slots: slice | Tensor, key: Tensor, value: Tensor) -> None:
+        """Write key [n, heads, key_dim] and value [n, heads, value_dim] to slots, int64 [n] or, if keys are
+        not turned, a slice.
+        """
+        for store, new in ((self.keys[layer], key), (self.values[layer], value)):
+            store[_places(store, slots)] = new
+
+    def read_blocks(self, layer: int, blocks: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys [positions, heads, key_dim] and values [positions, heads, value_dim] of whole blocks, a
+        slice or int64 [n]: views where they are a slice of slots.
+        """
+        return _blocks_of(self.keys[layer], blocks), _blocks_of(self.values[layer], blocks)
+
+
+def _places(store: Tensor, slots: slice | Tensor) -> Any:
+    """Return what indexes slots in a store, [n, heads, dim]."""
+    if store.dim() == 3:
+        return slots
+    assert isinstance(slots, Tensor)
+    return (slots // BLOCK, slice(None), slice(None), slots % BLOCK)
+
+
+def _blocks_of(store: Tensor, blocks: slice | Tensor) -> Tensor:
+    by_block = store if store.dim() == 4 else store.view(-1, BLOCK, *store.shape[1:])
+    found = by_block[blocks] if isinstance(blocks, slice) else by_block.index_select(0, blocks)
+    return (found if store.dim() == 3 else found.permute(0, 3, 1, 2)).flatten(0, 1)

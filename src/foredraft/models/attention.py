@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Span
-from foredraft.engine.kv import BLOCK, BlockPool, KVCache
+from foredraft.engine.kv import BlockPool, KVCache
+from foredraft.models import kernels
 from foredraft.models.rows import FewRows
 from foredraft.tree import ancestor_mask, depths
 
@@ -40,17 +41,17 @@ class Head:
 class _Group:
     """Spans attended in one call, padded to `rows` rows and `length` positions.
 
-    rows_at: int64 [spans, rows] or a slice of the flat rows; slots: a slice of the cache, or the blocks that
-    hold it, int64 [spans * blocks a span]. Padding repeats row and block 0 of the span; what it computes is
-    dropped. valid: int64 [real rows] into [spans * rows] (None: all are real), target_rows: int64 [real rows]
-    into the flat rows.
+    rows_at: int64 [spans, rows] or a slice of the flat rows; blocks: those of each span, a slice or int64
+    [spans * blocks a span]. Padding repeats row and block 0 of the span; what it computes is dropped. valid:
+    int64 [real rows] into [spans * rows] (None: all are real), target_rows: int64 [real rows] into the flat
+    rows.
     """
 
     spans: Seq[Span]
     rows: int
     length: int
     rows_at: slice | Tensor
-    slots: slice | Tensor
+    blocks: slice | Tensor
     valid: Tensor | None
     target_rows: Tensor | None
     masks: dict[tuple[int | None, int], Tensor | None] = field(default_factory=dict)
@@ -71,16 +72,15 @@ class Attend:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
         self._spans = batch.spans
-        steady = device.type == "cpu" and dtype == torch.bfloat16
-        parts = [part for span in batch.spans for part in (_parts(span) if steady else [span])]
+        parts = [part for span in batch.spans for part in (_parts(span) if kv.turned else [span])]
         self._few = [span for span in parts if span.rows <= FEW_ROWS]
         self.groups = [self._group([span]) for span in parts if span.rows > FEW_ROWS]
-        self.few = FewRows(batch.spans, self._few, len(batch.token_ids)) if steady else None
+        self.few = FewRows(batch.spans, self._few, len(batch.token_ids)) if kv.turned else None
 
     @cached_property
     def _written(self) -> slice | Tensor:
         """Where the rows go, for who writes by torch: the fused layers write by FewRows."""
-        if len(self._spans) == 1:
+        if len(self._spans) == 1 and not self.kv.turned:
             (span,) = self._spans
             found = span.table.slots(span.first_slot, span.length)
             return found if isinstance(found, slice) else found.to(self.device)
@@ -93,8 +93,7 @@ class Attend:
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
         """query: [heads, rows, dim]; key, value: [kv_heads, rows, dim]. Returns [rows, heads, value_dim]."""
-        self.kv.keys[layer][self._written] = key.transpose(0, 1)
-        self.kv.values[layer][self._written] = value.transpose(0, 1)
+        self.kv.write(layer, self._written, key.transpose(0, 1), value.transpose(0, 1))
         return self._read(layer, query, head)
 
     def turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, head: Head) -> Tensor:
@@ -105,7 +104,7 @@ class Attend:
         """
         assert self.few is not None
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        rows, queries = len(cos), qkv.shape[1] - 2 * keys.shape[1]
+        rows, queries = len(cos), qkv.shape[1] - 2 * values.shape[1]
         self.few.turn_and_write(qkv, cos, sin, keys, values)
         out = qkv.new_empty(len(qkv), queries, qkv.shape[2])
         out[rows:] = 0
@@ -114,17 +113,17 @@ class Attend:
     def _read(self, layer: int, query: Tensor, head: Head, out: Tensor | None = None) -> Tensor:
         """query: [heads, rows, dim]. Returns [rows, heads, value_dim], in `out` if there is one."""
         keys, values = self.kv.keys[layer], self.kv.values[layer]
-        quickly = self.few is not None and head.softcap is None and query.shape[-1] % 8 == 0
+        quickly = self.few is not None and head.softcap is None and values.shape[-1] % kernels.LEAST == 0
         groups = self.groups if quickly else self._every_group
         if out is None:
             if len(groups) == 1 and not quickly and groups[0].target_rows is None:
-                return self._attend(groups[0], query, keys, values, head)[0]
+                return self._attend(layer, groups[0], query, head)[0]
             out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
         if quickly and self._few:
             assert self.few is not None
             self.few.attend(query, keys, values, out, head.scale, head.window)
         for group in groups:
-            found = self._attend(group, query, keys, values, head)
+            found = self._attend(layer, group, query, head)
             if group.target_rows is None:
                 out[group.rows_at] = found[0]
             else:
@@ -132,13 +131,13 @@ class Attend:
                 out[group.target_rows] = flat if group.valid is None else flat[group.valid]
         return out
 
-    def _attend(self, group: _Group, query: Tensor, keys: Tensor, values: Tensor, head: Head) -> Tensor:
+    def _attend(self, layer: int, group: _Group, query: Tensor, head: Head) -> Tensor:
         """Return [spans, rows, heads, value_dim]."""
         if isinstance(group.rows_at, slice):
             q = query[:, group.rows_at].unsqueeze(0)  # [1, heads, rows, dim]
         else:
             q = query[:, group.rows_at].transpose(0, 1)  # [spans, heads, rows, dim]
-        k, v = _held(keys, group), _held(values, group)
+        k, v = (_held(store, group) for store in self.kv.read_blocks(layer, group.blocks))
         share = q.shape[1] // k.shape[1] if group.rows <= FEW_ROWS else 1
         mask = self._mask(group, head.window, share)
         return attention(q, k, v, mask, head, share).transpose(1, 2)
@@ -148,13 +147,13 @@ class Attend:
         length = max(span.length for span in spans)
         if len(spans) == 1:
             span = spans[0]
-            slots = span.table.slots(0, length)
+            blocks = span.table.blocks[: BlockPool.needed(length)]
             return _Group(
                 spans=spans,
                 rows=rows,
                 length=length,
                 rows_at=slice(span.start, span.stop),
-                slots=slots if isinstance(slots, slice) else self._blocks(spans, length),
+                blocks=slice(blocks[0], blocks[-1] + 1) if span.table.run else self._blocks(spans, length),
                 valid=None,
                 target_rows=None,
             )
@@ -165,7 +164,7 @@ class Attend:
             rows=rows,
             length=length,
             rows_at=rows_at.to(self.device),
-            slots=self._blocks(spans, length),
+            blocks=self._blocks(spans, length),
             valid=None if bool(real.all()) else real.flatten().nonzero().flatten().to(self.device),
             target_rows=rows_at[real].to(self.device),
         )
@@ -214,15 +213,11 @@ def alike(spans: Seq[Span]) -> list[list[Span]]:
     return groups
 
 
-def _held(store: Tensor, group: _Group) -> Tensor:
-    """Return keys or values [spans, kv_heads, length, dim] of a store [slots, kv_heads, dim].
-
-    Whole blocks are copied, which takes a fraction of what copying slots does; one run is a view.
+def _held(found: Tensor, group: _Group) -> Tensor:
+    """Part keys or values [positions of all spans' blocks, kv_heads, dim] by span: [spans, kv_heads, length,
+    dim].
     """
-    if isinstance(group.slots, slice):
-        return store[group.slots].transpose(0, 1).unsqueeze(0)
-    found = store.view(-1, BLOCK, *store.shape[1:]).index_select(0, group.slots)
-    return found.view(len(group.spans), -1, *store.shape[1:])[:, : group.length].transpose(1, 2)
+    return found.view(len(group.spans), -1, *found.shape[1:])[:, : group.length].transpose(1, 2)
 
 
 def visible(span: Span, positions: Tensor, window: int | None) -> Tensor:

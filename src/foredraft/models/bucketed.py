@@ -31,6 +31,8 @@ class BucketedCausal(FusedCausal):
     Whatever it returns is the caller's own: logits and hidden states are copied out of the recorded pass.
     """
 
+    turns_keys = False
+
     def __init__(self, slow: HFCausal, record: Record | None = None) -> None:
         super().__init__(slow)
         like = torch.zeros(0, 0, dtype=self.dtype, device=self.device)

@@ -77,6 +77,8 @@ class HFCausal:
     token_ids: int64 [outputs], if the model was narrowed to these tokens; all others are impossible.
     """
 
+    turns_keys = True  # where the kernels attend
+
     def __init__(self, model: Any, name: str, token_ids: Tensor | None = None) -> None:
         self.model, self.name, self.token_ids = model, name, token_ids
         config = model.config.get_text_config()
@@ -96,7 +98,8 @@ class HFCausal:
 
     def make_kv(self, tokens: int) -> KVCache:
         """Return an empty cache for `tokens` positions in all; raises CapacityError."""
-        return KVCache(self.layers, tokens, dtype=self.dtype, device=self.device)
+        turned = self.turns_keys and self.device.type == "cpu" and self.dtype == torch.bfloat16
+        return KVCache(self.layers, tokens, dtype=self.dtype, device=self.device, turned=turned)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, hidden_layers: tuple[int, ...] = ()) -> ForwardOut:

@@ -29,7 +29,8 @@ class FewRows:
     """The rows of a batch, where they are written, and of some spans the slots that each row sees."""
 
     def __init__(self, batch: Seq[Span], spans: Seq[Span], rows: int) -> None:
-        self.longest = max((span.length for span in spans), default=0)
+        longest = max((span.length for span in spans), default=0)
+        self.longest = BlockPool.needed(longest) * BLOCK
         self.most = max((span.rows for span in spans), default=0)
         ends: list[int] = [0] * rows
         tails: list[list[int]] = [[] for _ in range(rows)]
@@ -54,7 +55,7 @@ class FewRows:
 
     def turn_and_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor) -> None:
         """Turn queries and keys of all rows, in place, and write keys and values; kernels.turn_and_write."""
-        _, kv_heads, dim = keys.shape
+        _, kv_heads, dim, _ = keys.shape
         kernels.turn_and_write(
             qkv.data_ptr(),
             cos.data_ptr(),
@@ -79,7 +80,8 @@ class FewRows:
     ) -> None:
         """Write what the rows make of the values they see into out [rows, heads, value_dim].
 
-        query: [heads, rows, dim]; keys, values: [slots, kv_heads, ·], which hold the rows' own already.
+        query: [heads, rows, dim]; keys: [blocks, kv_heads, dim, BLOCK], values: [slots, kv_heads, value_dim],
+        which hold the rows' own already.
         """
         heads, _, dim = query.shape
         _, kv_heads, value_dim = values.shape

@@ -17,7 +17,7 @@ from foredraft import sampling
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache, LayerShape
 from foredraft.engine.sequence import Sequence
-from foredraft.models.attention import Attend
+from foredraft.models.attention import Attend, quick
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
@@ -103,7 +103,8 @@ class EagleProposer:
         own = head.lm_head.weight.detach() if head.lm_head is not None else lm_head
         self._fast = FastEagle(head, embedding, own.to(embedding.dtype))
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
-        self._kv = KVCache([shape], kv_tokens, dtype=embedding.dtype, device=embedding.device)
+        dtype, device = embedding.dtype, embedding.device
+        self._kv = KVCache([shape], kv_tokens, dtype=dtype, device=device, turned=quick(embedding))
         on_gpu = embedding.device.type == "cuda"
         self._passes = Passes(self._pass, embedding.new_zeros(0, config.hidden_size)) if on_gpu else None
         self._states: dict[str, _State] = {}

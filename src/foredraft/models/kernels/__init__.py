@@ -13,8 +13,8 @@ from foredraft.zoo import cache_dir
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
 
-from foredraft.models.kernels.attend import attend, scratch_size
+from foredraft.models.kernels.attend import LEAST, attend, scratch_size
 from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
 from foredraft.models.kernels.numbers import LOG2E
 
-__all__ = ["LOG2E", "add_norm", "attend", "scratch_size", "swiglu", "turn_and_write"]
+__all__ = ["LEAST", "LOG2E", "add_norm", "attend", "scratch_size", "swiglu", "turn_and_write"]

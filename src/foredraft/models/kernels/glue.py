@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
+from foredraft.engine.kv import BLOCK
 from foredraft.models.kernels.numbers import (
     F32,
     LOG2E,
@@ -68,7 +69,7 @@ def turn_and_write(
     """Turn queries and keys in place by their rotary angles, then write keys and values to the cache.
 
     qkv: [rows, queries + 2 * kv, dim]; cos, sin: [rows, dim], the first half of sin negated; slots: int64
-    [rows]; keys, values: [slots, kv, dim].
+    [rows]; keys: [blocks, kv, dim, BLOCK]; values: [slots, kv, dim].
     """
     n, half, heads = UINT(dim), UINT(dim) // UINT(2), UINT(queries) + UINT(2) * UINT(kv)
     x = carray(halves(qkv), (UINT(rows) * heads * n,))
@@ -86,7 +87,8 @@ def turn_and_write(
                 x[base + half + i] = to_half(
                     high * load(c[angle + half + i]) + low * load(s[angle + half + i])
                 )
-        source, target = (row * heads + UINT(queries)) * n, UINT(at[row]) * width
+        source, slot = (row * heads + UINT(queries)) * n, UINT(at[row])
+        to_key, to_value = slot // UINT(BLOCK) * width * UINT(BLOCK) + slot % UINT(BLOCK), slot * width
         for i in range(width):
-            k[target + i] = x[source + i]
-            v[target + i] = x[source + width + i]
+            k[to_key + i * UINT(BLOCK)] = x[source + i]
+            v[to_value + i] = x[source + width + i]
