@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def main() -> None:
         with console.status("predicting") as status:
             advice = predict(bench.target, methods, traffic, [load.concurrency or 1], status.update)
         costs += [asdict(one) for one in advice.costs]
-        rows += compare(bench, advice, args.drafts, asks, load)
+        rows += compare(bench, advice, args.drafts, asks, load, args.rounds)
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as out:
         header = {"command": vars(args), "machine": run.machine(), "costs": costs}
@@ -65,12 +65,13 @@ def parse() -> argparse.Namespace:
         "--drafts", type=lambda text: text.split(","), default=["ngram", "suffix", "medusa", "eagle"]
     )
     cli.add_argument("--loads", type=parse_loads, default=parse_loads("1,4,16"))
+    cli.add_argument("--rounds", type=int, default=3, help="times all requests are asked, arms in turn")
     cli.add_argument("--out", type=Path, default=Path("results/advise.jsonl"))
     return cli.parse_args()
 
 
 def compare(
-    bench: Bench, advice: Advice, drafts: Sequence[str], asks: Sequence[Ask], load: Load
+    bench: Bench, advice: Advice, drafts: Sequence[str], asks: Sequence[Ask], load: Load, rounds: int
 ) -> list[dict[str, Any]]:
     """Measure plain decoding and, of each draft, its best fixed budget and auto; return a row for each."""
     assert load.concurrency is not None
@@ -83,7 +84,10 @@ def compare(
     with console.status(f"measuring at load {load.label}"):
         for arm in arms:
             run.warm_up(arm, asks)
-        run.measure(arms, asks, [load], file)
+        for turn in range(rounds):
+            first = turn % len(arms)
+            some = [replace(ask, id=f"{ask.id} {turn}") for ask in asks]
+            run.measure(arms[first:] + arms[:first], some, [load], file)
     rows = []
     for one, arm in zip(said, arms[1:], strict=True):
         found = figures(file.record, arm.name, load.label)

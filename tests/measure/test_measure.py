@@ -289,9 +289,9 @@ def test_loads_and_blocks() -> None:
     some = asks(12)
     assert [len(part) for part in run.blocks(some, Load(concurrency=1))] == [1] * 12
     assert [len(part) for part in run.blocks(some, Load(concurrency=2))] == [8, 4]
-    assert [len(part) for part in run.blocks(some, Load(concurrency=16))] == [36]
+    assert [len(part) for part in run.blocks(some, Load(concurrency=16))] == [32]
     ids = [ask.id for part in run.blocks(some, Load(concurrency=16)) for ask in part]
-    assert len(set(ids)) == 36
+    assert len(set(ids)) == 32
 
 
 PAGE = """# HELP x

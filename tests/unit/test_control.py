@@ -177,10 +177,14 @@ def test_best_budgets_are_the_best() -> None:
         emitted = 3 + sum(sum(some[:budget]) for some, budget in zip(gains, budgets, strict=True))
         return emitted / (pass_s(sum(budgets)) + draft_s({source: max(budgets)}))
 
-    found = best_budgets(gains, [source] * 3, pass_s, draft_s)
+    found, rate = best_budgets(gains, [source] * 3, pass_s, draft_s)
+    assert rate == pytest.approx(speed(tuple(found)))
     assert speed(tuple(found)) == pytest.approx(max(map(speed, product(range(5), repeat=3))), rel=0.01)
-    assert best_budgets(gains, [source] * 3, lambda nodes: 1 + nodes, draft_s) == [0, 0, 0]
-    assert best_budgets([], [], pass_s, draft_s) == []
+    assert best_budgets(gains, [source] * 3, lambda nodes: 1 + nodes, draft_s)[0] == [0, 0, 0]
+    assert best_budgets([], [], pass_s, draft_s)[0] == []
+    # Beside a prompt that takes as long as a hundred steps a node must be worth no less.
+    beside, _ = best_budgets(gains, [source] * 3, lambda nodes: 100 + pass_s(nodes), draft_s, rate)
+    assert sum(beside) <= sum(found)
 
 
 def test_trees_are_judged_by_their_nodes() -> None:

@@ -66,20 +66,26 @@ class AcceptanceBudget:
         requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
         count = len(seqs)
 
-        def pass_s(nodes: int) -> float:
-            return self.costs.seconds(batch_tokens + nodes, count) + self._other_s
+        def pass_s(nodes: int, fed: int = batch_tokens) -> float:
+            return self.costs.seconds(fed + nodes, count) + self._other_s
+
+        def alone_s(nodes: int) -> float:
+            return pass_s(nodes, count)
 
         def draft_s(deepest: Deepest) -> float:
             return self._draft_s(deepest, count)
 
-        alike_s: dict[Source, list[float]] = {}  # the step's time if all draft 0, 1, 2 … nodes of a source
+        alike_s: dict[Source, list[float]] = {}  # a step's time if all draft 0, 1, 2 … nodes of a source
         choices = [seq.sources for seq in seqs if seq.sources and len(seq.sources) > 1]
         for source in {source for some in choices for source in some}:
             sizes = range(source.longest + 1)
-            alike_s[source] = [pass_s(nodes * count) + draft_s({source: nodes}) for nodes in sizes]
+            alike_s[source] = [alone_s(nodes * count) + draft_s({source: nodes}) for nodes in sizes]
         pairs = zip(seqs, requests, strict=True)
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
-        budgets = best_budgets(gains, [request.source for request in requests], pass_s, draft_s)
+        drafted_by = [request.source for request in requests]
+        budgets, rate = best_budgets(gains, drafted_by, alone_s, draft_s)
+        if batch_tokens > count:  # a prompt's time is spent anyway: a node must be worth its own
+            budgets, _ = best_budgets(gains, drafted_by, pass_s, draft_s, rate)
         self._probe(requests, gains, budgets, lambda nodes, deepest: pass_s(nodes) + draft_s(deepest))
         return budgets
 
@@ -149,7 +155,8 @@ class AcceptanceBudget:
     def _time(self, times: StepTimes, count: int) -> None:
         if not self.costs.known:
             self._other_s = times.other_s
-        self.costs.observe(times.rows, count, times.target_s)
+        if times.rows <= self.costs.rows[-1]:  # a long prompt says little of few rows
+            self.costs.observe(times.rows, count, times.target_s)
         self._other_s += _LEARN * (times.other_s - self._other_s)
         self._allowance_s += _PROBES * (times.draft_s + times.target_s + times.other_s)
 
@@ -209,8 +216,10 @@ def best_budgets(
     sources: Seq[Source | None],
     pass_s: Callable[[int], float],
     draft_s: Callable[[Deepest], float],
-) -> list[int]:
-    """Return how many nodes each sequence drafts for the most expected tokens per second.
+    rate: float | None = None,
+) -> tuple[list[int], float]:
+    """Return how many nodes each sequence drafts for the most expected tokens per second, and how many these
+    are; with a `rate` of tokens per second, for the most tokens less what the step's time is worth at it.
 
     gains[seq][n]: what node n of a sequence adds to its tokens, never growing with n; without any node each
     sequence emits one. sources[seq]: what drafts them, None where nothing can. pass_s: seconds of a step
@@ -219,11 +228,12 @@ def best_budgets(
     """
     budgets = [0] * len(gains)
     if not gains:
-        return budgets
+        return budgets, 0.0
     order = sorted((-gain, node, seq) for seq, some in enumerate(gains) for node, gain in enumerate(some))
     emitted, drafting_s = float(len(gains)), 0.0
     deepest: dict[Source, int] = {}
-    best_rate, best = _WORTHWHILE * emitted / pass_s(0), 0
+    plain_s = pass_s(0)
+    most, best = _WORTHWHILE * _worth(emitted, plain_s, plain_s, rate), 0
     for taken, (loss, node, seq) in enumerate(order, start=1):
         source = sources[seq]
         assert source is not None
@@ -231,9 +241,13 @@ def best_budgets(
         if node >= deepest.get(source, 0):
             deepest[source] = node + 1
             drafting_s = draft_s(deepest)
-        rate = emitted / (pass_s(taken) + drafting_s)
-        if rate > best_rate:
-            best_rate, best = rate, taken
+        worth = _worth(emitted, pass_s(taken) + drafting_s, plain_s, rate)
+        if worth > most:
+            most, best = worth, taken
     for _, _, seq in order[:best]:
         budgets[seq] += 1
-    return budgets
+    return budgets, most
+
+
+def _worth(emitted: float, seconds: float, plain_s: float, rate: float | None) -> float:
+    return emitted / seconds if rate is None else emitted - rate * (seconds - plain_s)

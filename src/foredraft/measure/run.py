@@ -15,9 +15,8 @@ import psutil  # type: ignore[import-untyped]
 
 from foredraft.errors import ConfigError
 from foredraft.measure.records import Acceptance, ArmInfo, BlockCounters, Header, Record, RecordFile, Result
-from foredraft.measure.workload import Ask, Load, repeated
+from foredraft.measure.workload import Ask, Load, how_many, in_blocks, repeated
 
-_BLOCK_ROUNDS = 4  # a block is so many times the concurrency, so that its ends weigh little
 _WARM_UPS = 8
 _SETTLED = 0.2  # warm when two requests in a row take times this near
 _PLAIN_PROBES = 4
@@ -126,23 +125,18 @@ def blocks(asks: Sequence[Ask], load: Load) -> list[list[Ask]]:
     if load.rate is not None:
         return [list(asks)]
     assert load.concurrency is not None
-    size = 1 if load.concurrency == 1 else _BLOCK_ROUNDS * load.concurrency
-    asks = repeated(asks, 2 * load.concurrency)
-    parts = [list(asks[start : start + size]) for start in range(0, len(asks), size)]
-    if len(parts) > 1 and len(parts[-1]) < load.concurrency:
-        parts[-2:] = [parts[-2] + parts[-1]]
-    return parts
+    return in_blocks(repeated(asks, how_many(len(asks), load.concurrency)), load.concurrency)
 
 
 def warm_up(arm: Arm, asks: Sequence[Ask]) -> None:
     """Answer requests until their time per token settles."""
     seen: list[float] = []
 
-    def enough(token_s: float) -> bool:
+    def settled(token_s: float) -> bool:
         seen.append(token_s)
         return len(seen) > 1 and abs(seen[-1] / seen[-2] - 1) < _SETTLED
 
-    arm.warm_up(repeated(asks, _WARM_UPS)[:_WARM_UPS], enough)
+    arm.warm_up(repeated(asks, _WARM_UPS), settled)
 
 
 def measure(

@@ -21,10 +21,10 @@ from foredraft.engine.protocols import Controller, ForwardOut
 from foredraft.engine.sequence import Sequence
 from foredraft.measure.costs import DraftCosts, LoadCosts
 from foredraft.measure.replay import Judged, Profile, sources_of
+from foredraft.measure.workload import how_many, in_blocks
 from foredraft.types import NO_DRAFT, Draft, Needs, SamplingParams, Source, SpecStats, Verdict
 
 RIGHT, WRONG = 0, 1  # all there is to say of a token
-ROUNDS = 4  # a block of requests is so many times the load, as measure has it
 
 
 @dataclass(slots=True)
@@ -142,7 +142,7 @@ def simulate(
     drafting: DraftCosts | None = None,
     controller: Controller | None = None,
 ) -> Simulated:
-    """Answer all requests at the load of `costs`, some again where they are fewer than two a place; without
+    """Answer all requests at the load of `costs`, as often and in such blocks as `measure` does; without
     drafting, plainly.
     """
     clock = _Clock()
@@ -161,10 +161,8 @@ def simulate(
     if drafting is not None:
         make = _Proposer if None in sources_of(profiles) else _SourcedProposer
         engine.drafter = _Drafter(make(profiles, drafting, clock), controller)
-    count = max(2 * costs.seqs, len(profiles))
-    order = [f"{place % len(profiles)}#{place}" for place in range(count)]
-    size = ROUNDS * costs.seqs
-    taken_s = sum(_block(engine, clock, profiles, order[at : at + size]) for at in range(0, count, size))
+    order = [f"{place % len(profiles)}#{place}" for place in range(how_many(len(profiles), costs.seqs))]
+    taken_s = sum(_block(engine, clock, profiles, ids) for ids in in_blocks(order, costs.seqs))
     return Simulated(engine.stats.emitted / taken_s, engine.stats)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from foredraft.rows import read_rows, request_body
 
 # What is set by us, without effect, or about the request rather than of it.
 _NOT_SENT = ("stream", "stream_options", "n", "user", "model", "metadata", "id", "category", "source", "text")
+
+_BLOCK_ROUNDS = 4  # a block is so many times the concurrency, so that its ends weigh little
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,17 +142,27 @@ def _check_messages(body: dict[str, Any], where: str) -> None:
         raise ConfigError(f"{where} has no message but the assistant's own: give what the user says")
 
 
+def in_blocks(items: Sequence[T], concurrency: int) -> list[list[T]]:
+    """Cut what is to be answered into what one arm answers before it is another's turn."""
+    size = 1 if concurrency == 1 else _BLOCK_ROUNDS * concurrency
+    parts = [list(items[start : start + size]) for start in range(0, len(items), size)]
+    if len(parts) > 1 and len(parts[-1]) < concurrency:
+        parts[-2:] = [parts[-2] + parts[-1]]
+    return parts
+
+
+def how_many(count: int, concurrency: int) -> int:
+    """Return how many requests are asked at a load, `count` of them different: enough to fill it twice."""
+    return max(count, 2 * concurrency)
+
+
 def repeated(asks: Sequence[Ask], count: int) -> list[Ask]:
-    """Return the requests, again from the start under new ids and seeds if there are fewer than `count`."""
-    rounds = -(-count // len(asks))
-    return [
-        ask
-        if turn == 0
-        else Ask(f"{ask.id}@{turn}", ask.category, {**ask.body, "seed": _later(ask, turn)}, ask.where)
-        for turn in range(max(rounds, 1))
-        for ask in asks
-    ]
+    """Return so many of the requests, again from the start under new ids and seeds where they are fewer."""
+    return [_again(asks[place % len(asks)], place // len(asks)) for place in range(count)]
 
 
-def _later(ask: Ask, turn: int) -> int:
-    return (int(ask.body["seed"]) + 7919 * turn) % 2**31
+def _again(ask: Ask, turn: int) -> Ask:
+    if turn == 0:
+        return ask
+    seed = (int(ask.body["seed"]) + 7919 * turn) % 2**31
+    return Ask(f"{ask.id}@{turn}", ask.category, {**ask.body, "seed": seed}, ask.where)
