@@ -113,6 +113,13 @@ class FewRows:
         for other in running:
             other.result()
 
+    def told(self, heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
+        """Return what kernels.head_pass is told of the rows, by address."""
+        _, scratch = self._plan(heads, kv_heads, dim, dim)[0]
+        most = self.most * heads // kv_heads
+        spans = (self._spans, len(self.arrays[0]))
+        return (self._written, *spans, *self._lists, scratch.data_ptr(), self.longest, most)
+
     def _plan(
         self, heads: int, kv_heads: int, dim: int, value_dim: int
     ) -> list[tuple[tuple[int, ...], Tensor]]:

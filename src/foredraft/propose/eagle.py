@@ -143,23 +143,21 @@ class EagleProposer:
                 assert draft.features is not None
                 features.append(draft.features)
         batch = make_batch(feeds)
-        out = self._run(batch, features[0] if len(features) == 1 else torch.cat(features))
+        out, logits = self._run(batch, features[0] if len(features) == 1 else torch.cat(features))
         found = []
         for draft, rows in zip(growing, batch.logits_of, strict=True):
-            draft.features = out[batch.logit_rows[rows.start : rows.stop]]
-            draft.frontier = len(draft.fed)
-            found.append(self._fast.logits(draft.features))
+            draft.features, draft.frontier = out[rows.start : rows.stop], len(draft.fed)
+            found.append(logits[rows.start : rows.stop])
         return found
 
-    def _run(self, batch: Batch, features: Tensor) -> Tensor:
-        """Return the head's output [rows, hidden] and write its cache."""
+    def _run(self, batch: Batch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the head's cache; return its output [outputs, hidden] and logits [outputs, draft vocab]."""
         bucket = Bucket.of(batch) if self._passes is not None else None
         if self._passes is not None and bucket is not None:
             inputs, (out,) = self._passes.run(batch, bucket, self._kv, features=features)
-            return out[inputs.real[: len(features)]]
-        device = self._kv.device
-        attend = Attend(batch, self._kv, device, features.dtype)
-        return self._fast(batch.token_ids.to(device), batch.positions.to(device), features, attend)
+            out = out[inputs.real[: len(features)]][batch.logit_rows.to(out.device)]
+            return out, self._fast.logits(out)
+        return self._fast.run(batch, features, Attend(batch, self._kv, self._kv.device, features.dtype))
 
     def _pass(self, inputs: Inputs, attend: Any, _kind: Hashable) -> Outputs:
         """A pass of fixed shape; models/buckets.py."""

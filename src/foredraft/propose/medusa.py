@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.sequence import Sequence
+from foredraft.models.fast_head import FastMedusa
 from foredraft.models.heads import MedusaHeads
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
@@ -36,7 +37,8 @@ class MedusaProposer:
         target_ids: Tensor,
         tree: tuple[Ranks, ...] | None = None,
     ) -> None:
-        self.heads, self.lm_head, self.target_ids, self.tree = heads, lm_head, target_ids, tree
+        self.target_ids, self.tree = target_ids, tree
+        self._logits = FastMedusa(heads, lm_head)
         self.needs = Needs(hidden_layers=(last_layer,))
         self._hidden: dict[str, tuple[int, Tensor]] = {}  # of a request: a position, and its hidden state
 
@@ -51,7 +53,7 @@ class MedusaProposer:
         }
         if sizes:
             hidden = torch.stack([self._hidden[seq.request_id][1] for seq in sizes])
-            logits = torch.nn.functional.linear(self.heads(hidden), self.lm_head).float()
+            logits = self._logits(hidden)
             scale = torch.tensor([seq.params.temperature or 1.0 for seq in sizes])
             logs = torch.log_softmax(logits / scale[:, None, None].to(logits), -1)
             best, ids = logs.topk(min(RANKS, logs.shape[-1]), -1)  # [seqs, heads, ranks]

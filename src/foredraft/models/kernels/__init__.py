@@ -16,5 +16,17 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba 
 from foredraft.models.kernels.attend import LEAST, attend, scratch_size
 from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
 from foredraft.models.kernels.numbers import LOG2E
+from foredraft.models.kernels.small import TILE, head_pass, work_size
 
-__all__ = ["LEAST", "LOG2E", "add_norm", "attend", "scratch_size", "swiglu", "turn_and_write"]
+__all__ = [
+    "LEAST",
+    "LOG2E",
+    "TILE",
+    "add_norm",
+    "attend",
+    "head_pass",
+    "scratch_size",
+    "swiglu",
+    "turn_and_write",
+    "work_size",
+]

@@ -1,4 +1,4 @@
-"""Sums of bfloat16 rows under float32 weights: what attention is made of, in vectors of the processor."""
+"""Sums of rows under float32 weights, in vectors of the processor, for attention and for products."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_FLOAT, _HALF, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(32)
+_FLOAT, _HALF, _BYTE, _WORD = ir.FloatType(), ir.IntType(16), ir.IntType(8), ir.IntType(32)
 
 
-def products(sums: int, vectors: int, lanes: int, *, fresh: bool) -> Any:
+def products(sums: int, vectors: int, lanes: int, *, fresh: bool, of_bytes: bool = False) -> Any:
     """Return a kernel that adds `count` rows to so many sums, each of `vectors` times `lanes` numbers.
 
     kernel(weights, apart, rows, stride, count, out, out_apart), the first of each as an address: sum g, the
-    floats from out + g * out_apart on, grows by weight i of weights + g * apart times row i, `stride` halves
-    behind row i - 1, one row after another; a fresh sum begins at zero. Every number of it depends on its own
-    column and weights alone.
+    floats from out + g * out_apart on, grows by weight i of weights + g * apart times row i, `stride` numbers
+    behind row i - 1, one row after another; a fresh sum begins at zero. Rows are bfloat16, or integers of one
+    byte. Every number of a sum depends on its own column and weights alone.
     """
-    floats, halves, words = (ir.VectorType(kind, lanes) for kind in (_FLOAT, _HALF, _WORD))
+    size, kind = (1, _BYTE) if of_bytes else (2, _HALF)
+    floats, smalls, words = (ir.VectorType(one, lanes) for one in (_FLOAT, kind, _WORD))
 
     @intrinsic
     def kernel(
@@ -49,9 +50,13 @@ def products(sums: int, vectors: int, lanes: int, *, fresh: bool) -> Any:
                 first = build.mul(loop.index, stride)
                 row = []
                 for t in range(vectors):
-                    half = build.load(at(rows, build.add(first, number(t * lanes)), 2, halves), align=2)
-                    word = build.shl(build.zext(half, words), ir.Constant(words, [16] * lanes))
-                    row.append(build.bitcast(word, floats))
+                    place_ = at(rows, build.add(first, number(t * lanes)), size, smalls)
+                    small = build.load(place_, align=size)
+                    if of_bytes:
+                        row.append(build.sitofp(small, floats))
+                    else:
+                        word = build.shl(build.zext(small, words), ir.Constant(words, [16] * lanes))
+                        row.append(build.bitcast(word, floats))
                 for g in range(sums):
                     index = build.add(build.mul(number(g), apart), loop.index)
                     one = build.insert_element(
