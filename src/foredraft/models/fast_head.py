@@ -12,12 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.engine.batch import Batch
+from foredraft.engine.batch import Batch, Feed, make_batch
+from foredraft.engine.kv import BLOCK, BlockTable, KVCache, LayerShape
 from foredraft.models import kernels
 from foredraft.models.attention import Attend, Head, quick
 from foredraft.models.fused import DecoderLayer, KnownAngles, Linear, Rotary, norm
 from foredraft.models.heads import EagleLayer, MedusaHeads
 from foredraft.models.packed import pack
+from foredraft.types import NO_DRAFT
 
 _FEW = 12  # rows up to which one kernel is faster
 
@@ -35,6 +37,8 @@ class FastEagle:
         self.of_features, self.last = norm(head.midlayer.hidden_norm), norm(head.norm)
         few = quick(embedding) and head.config.head_dim % kernels.LEAST == 0
         self._few = _FewRowsHead(head, embedding, projection) if few else None
+        if few:
+            self._compile(LayerShape(head.config.kv_heads, head.config.head_dim, head.config.head_dim))
 
     def __call__(self, token_ids: Tensor, positions: Tensor, features: Tensor, attend: Attend) -> Tensor:
         """token_ids, positions: int64 [rows]; features: [rows, hidden]. Returns the features of the next
@@ -57,6 +61,14 @@ class FastEagle:
         found = self(batch.token_ids.to(device), batch.positions.to(device), features, attend)
         found = found[batch.logit_rows.to(device)]
         return found, self.logits(found)
+
+    def _compile(self, shape: LayerShape) -> None:
+        """Run once, so that no request waits for the compiler."""
+        kv, table = KVCache([shape], BLOCK, dtype=self.embedding.dtype, turned=True), BlockTable()
+        kv.pool.grow(table, 1)
+        batch = make_batch([Feed([0], 0, table, NO_DRAFT)])
+        features = self.embedding.new_zeros(1, self.embedding.shape[1])
+        self.run(batch, features, Attend(batch, kv, kv.device, features.dtype))
 
     def logits(self, features: Tensor) -> Tensor:
         """features: [rows, hidden]. Returns float32 [rows, draft vocab]."""
