@@ -21,7 +21,7 @@ from foredraft.models.heads import EagleLayer, MedusaHeads
 from foredraft.models.packed import pack
 from foredraft.types import NO_DRAFT
 
-_FEW = 12  # rows up to which one kernel is faster
+_FEW = 8  # rows up to which one kernel is faster
 
 
 class FastEagle:
