@@ -255,7 +255,7 @@ class KVCache:
         """Return keys [positions, heads, key_dim] and values [positions, heads, value_dim] of whole blocks, a
         slice or int64 [n]: views where they are a slice of slots.
         """
-        return _blocks_of(self.keys[layer], blocks), _blocks_of(self.values[layer], blocks)
+        return blocks_of(self.keys[layer], blocks), blocks_of(self.values[layer], blocks)
 
 
 def _places(store: Tensor, slots: slice | Tensor) -> Any:
@@ -266,7 +266,8 @@ def _places(store: Tensor, slots: slice | Tensor) -> Any:
     return (slots // BLOCK, slice(None), slice(None), slots % BLOCK)
 
 
-def _blocks_of(store: Tensor, blocks: slice | Tensor) -> Tensor:
+def blocks_of(store: Tensor, blocks: slice | Tensor) -> Tensor:
+    """Return whole blocks of a store of a KVCache, [positions, heads, dim]."""
     by_block = store if store.dim() == 4 else store.view(-1, BLOCK, *store.shape[1:])
     found = by_block[blocks] if isinstance(blocks, slice) else by_block.index_select(0, blocks)
     return (found if store.dim() == 3 else found.permute(0, 3, 1, 2)).flatten(0, 1)

@@ -144,7 +144,7 @@ def measure_load(
     prompts: dict[int, list[float]] = {}
     steps: dict[int, list[float]] = {}
     drafts: list[dict[tuple[str, int], list[StepTimes]]] = [{} for _ in drafting]
-    reads_states = [bool(one.make(BLOCK).needs.hidden_layers) for one in drafting]
+    hands_over = [False for _ in drafting]
     for order in (Random(seed) for seed in range(_ROUNDS)):
         for rows, seconds in _time_prompts(target, known, clock):
             prompts.setdefault(rows, []).append(seconds)
@@ -152,8 +152,10 @@ def measure_load(
         for budget in _shuffled(BUDGETS[: BUDGETS.index(longest) + 1], order):
             for t in bench.times(budget):
                 steps.setdefault(t.rows, []).append(t.target_s + t.other_s)
-        for one, times in zip(drafting, drafts, strict=True):
-            bench = _Bench(target, one.make(_ROOM * seqs), known, seqs, clock)
+        for place, (one, times) in enumerate(zip(drafting, drafts, strict=True)):
+            proposer = one.make(_ROOM * seqs)
+            hands_over[place] = bool(proposer.needs.hidden_layers)
+            bench = _Bench(target, proposer, known, seqs, clock)
             for method in dict.fromkeys(source.method if source else None for source in one.sources):
                 bench.timer.method = method
                 for budget in _shuffled((0, *one.budgets), order):
@@ -161,9 +163,7 @@ def measure_load(
     read = _medians(prompts)
     few = {1: read[1]}  # where requests have ended
     costs = LoadCosts(seqs, few | _medians(steps), read)
-    return costs, [
-        _draft_costs(times, costs, hands_over) for times, hands_over in zip(drafts, reads_states, strict=True)
-    ]
+    return costs, [_draft_costs(*one, costs) for one in zip(drafts, hands_over, strict=True)]
 
 
 def _shuffled(budgets: Seq[int], order: Random) -> list[int]:
@@ -190,7 +190,7 @@ def _time_prompts(
 
 
 def _draft_costs(
-    times: dict[tuple[str, int], list[StepTimes]], costs: LoadCosts, hands_over: bool
+    times: dict[tuple[str, int], list[StepTimes]], hands_over: bool, costs: LoadCosts
 ) -> DraftCosts:
     """Return what drafts take by method and budget, and what steps take longer if they hand states over."""
     extra: dict[str, dict[int, float]] = {}

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Span
-from foredraft.engine.kv import BLOCK, BlockPool, KVCache
+from foredraft.engine.kv import BLOCK, BlockPool, KVCache, blocks_of
 from foredraft.models.attention import Head, attention
 
 MOST_SEQS = 32
@@ -160,7 +160,7 @@ class Gathered:
         """Return the blocks of each sequence of a store [slots, kv_heads, dim]: [seqs, kv_heads, length,
         dim].
         """
-        found = store.view(-1, BLOCK, *store.shape[1:]).index_select(0, self.inputs.blocks)
+        found = blocks_of(store, self.inputs.blocks)
         return found.view(self.inputs.bucket.seqs, -1, *store.shape[1:]).transpose(1, 2)
 
     def _mask(self, share: int) -> Tensor:
