@@ -1,4 +1,4 @@
-"""Small random transformers models of many architectures, for equality tests."""
+"""Small random transformers models of many architectures, for equality tests, and what is fed to them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any
 
 import torch
 import transformers
+
+from foredraft.engine.kv import BlockTable, KVCache
+from foredraft.models import HFCausal
+from foredraft.types import Draft
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -50,3 +54,61 @@ def build(name: str, path: Path, *, seed: int = 0, **changes: Any) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(path)
     return path
+
+
+TREE = Draft(tokens=torch.tensor([5, 6, 7, 8, 9, 10, 11]), parents=(-1, -1, 0, 0, 1, 2, 5))
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 100.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
+GEMMA = {
+    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    "rope_parameters": {
+        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    },
+    "query_pre_attn_scalar": 5,
+    "attention_bias": True,
+}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "plain": ("llama", {}),
+    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+    "tied": ("llama", {"tie_word_embeddings": True}),
+    "no shared keys": ("llama", {"num_key_value_heads": 4}),
+    "wide heads": ("llama", {"head_dim": 16}),
+    "scaled angles": ("llama", {"rope_parameters": LLAMA3}),
+    "dynamic angles": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3, full attention in turn": ("gemma3_text", GEMMA),
+}
+
+
+def text_of(length: int, seed: int) -> list[int]:
+    return torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+def fill_vectors(path: Path) -> None:
+    """Norms begin as ones and biases as zeros, which would hide their loss."""
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(path / "model.safetensors")
+    for weight in weights.values():
+        if weight.dim() == 1:
+            weight += torch.arange(len(weight)) % 5 * 0.1
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+
+
+def caches(targets: list[HFCausal], length: int) -> list[tuple[KVCache, BlockTable]]:
+    """One empty cache a target, with room for a text."""
+    made = [(target.make_kv(length), BlockTable()) for target in targets]
+    for kv, table in made:
+        assert kv.pool.grow(table, length)
+    return made

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,45 +15,9 @@ from foredraft.models import HFCausal, load_target
 from foredraft.models.fused import FusedCausal
 from foredraft.models.packed import can_pack, pack, pack_together
 from foredraft.types import NO_DRAFT, Draft, chain
+from tiny_models import TREE, VARIANTS, caches, fill_vectors, text_of
 
-TREE = Draft(tokens=torch.tensor([5, 6, 7, 8, 9, 10, 11]), parents=(-1, -1, 0, 0, 1, 2, 5))
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 100.0,
-    "factor": 4.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 4.0}
-GEMMA = {
-    "layer_types": ["full_attention", "sliding_attention", "full_attention"],
-    "rope_parameters": {
-        "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
-        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
-    },
-    "query_pre_attn_scalar": 5,
-    "attention_bias": True,
-}
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "plain": ("llama", {}),
-    "biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
-    "tied": ("llama", {"tie_word_embeddings": True}),
-    "no shared keys": ("llama", {"num_key_value_heads": 4}),
-    "wide heads": ("llama", {"head_dim": 16}),
-    "scaled angles": ("llama", {"rope_parameters": LLAMA3}),
-    "dynamic angles": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 64}),
-    "mistral": ("mistral", {}),
-    "qwen2": ("qwen2", {}),
-    "qwen3": ("qwen3", {}),
-    "gemma3": ("gemma3_text", {}),
-    "gemma3, full attention in turn": ("gemma3_text", GEMMA),
-}
 BFLOAT16 = can_pack(torch.bfloat16, torch.device("cpu"))
-
-
-def text_of(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
@@ -66,25 +29,6 @@ def twins(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     pair = [load_target(path, dtype="float32", device="cpu", fused=fused) for fused in (True, False)]
     assert [isinstance(target, FusedCausal) for target in pair] == [True, False]
     return pair
-
-
-def fill_vectors(path: Path) -> None:
-    """Norms begin as ones and biases as zeros, which would hide their loss."""
-    from safetensors.torch import load_file, save_file
-
-    weights = load_file(path / "model.safetensors")
-    for weight in weights.values():
-        if weight.dim() == 1:
-            weight += torch.arange(len(weight)) % 5 * 0.1
-    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
-
-
-def caches(targets: list[HFCausal], length: int) -> list[tuple[KVCache, BlockTable]]:
-    """One empty cache a target, with room for a text."""
-    made = [(target.make_kv(length), BlockTable()) for target in targets]
-    for kv, table in made:
-        assert kv.pool.grow(table, length)
-    return made
 
 
 def agree(targets: list[HFCausal], batches: list[Batch], kvs: list[KVCache], layers: tuple[int, ...]) -> None:
@@ -130,21 +74,6 @@ def test_a_ragged_batch(twins: list[HFCausal]) -> None:
         second.append(make_batch([Feed(text[n:], n, table, draft) for text, n, table, draft in rows]))
     agree(twins, first, kvs, (1,))
     agree(twins, second, kvs, (0, 3))
-
-
-@pytest.mark.skipif(not BFLOAT16, reason="this CPU packs no bfloat16")
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
-def test_bfloat16_is_near(kind: str, tmp_path: Path) -> None:
-    path = tiny_models.build(kind, tmp_path)
-    fill_vectors(path)
-    twins = [load_target(path, dtype="bfloat16", device="cpu", fused=fused) for fused in (True, False)]
-    assert isinstance(twins[0], FusedCausal)
-    text = text_of(30, 3)
-    one, other = (
-        target.forward(make_batch([Feed(text, 0, table, TREE)]), kv).logits.float()
-        for target, (kv, table) in zip(twins, caches(twins, 64), strict=True)
-    )
-    assert (one - other).norm() < 0.03 * other.norm()
 
 
 def test_a_twin_that_disagrees_is_not_used(

@@ -11,10 +11,12 @@ import hashlib
 from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.errors import CapacityError
@@ -227,6 +229,12 @@ class KVCache:
             ]
         self.pool, self.padding = BlockPool(blocks), blocks
         self.device = torch.device(device)
+
+    @cached_property
+    def addresses(self) -> NDArray[np.int64]:
+        """Where keys and values of each layer are: int64 [layers, 2]."""
+        pairs = zip(self.keys, self.values, strict=True)
+        return np.array([[part.data_ptr() for part in pair] for pair in pairs], np.int64)
 
     @staticmethod
     def _empty(blocks: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -116,6 +116,8 @@ class _FewRowsHead:
         keys, values = attend.kv.keys[0], attend.kv.values[0]
         found, wanted = torch.empty_like(features), batch.logit_rows
         logits = torch.empty(len(wanted), int(self._sizes[-1]))
+        seen, attending = attend.few.told(*self._heads)
+        scratch = torch.empty(attending)
         kernels.head_pass(
             self._weights,
             self._sizes,
@@ -126,11 +128,11 @@ class _FewRowsHead:
             rotary.cos.data_ptr(),
             rotary.sin.data_ptr(),
             (keys.data_ptr(), values.data_ptr()),
-            attend.few.told(*self._heads),
+            seen,
             (wanted.data_ptr(), len(wanted)),
             found.data_ptr(),
             logits.data_ptr(),
-            self._work.data_ptr(),
+            (self._work.data_ptr(), scratch.data_ptr()),
         )
         return found[wanted], logits
 

@@ -226,12 +226,12 @@ KINDS = {
 }
 
 
-def has_fixed_angles(rotary: Any) -> bool:
-    """True for a transformers rotary module whose angles do not change as texts grow, nor from layer to
-    layer.
+def has_fixed_angles(rotary: Any, kind: str = "") -> bool:
+    """True for a transformers rotary module whose angles, those of one kind of attention if it has several,
+    do not change as texts grow.
     """
-    kind = rotary.rope_type
-    return isinstance(kind, str) and "dynamic" not in kind and kind != "longrope"
+    made = rotary.rope_type[kind] if kind else rotary.rope_type
+    return isinstance(made, str) and "dynamic" not in made and made != "longrope"
 
 
 def can_fuse(target: HFCausal) -> bool:
@@ -246,9 +246,9 @@ def can_fuse(target: HFCausal) -> bool:
 
 def fuse(slow: HFCausal) -> FusedCausal | None:
     """Return the fused twin of a target, or None where the two disagree. Either way `slow` is used up."""
-    wanted = _trial(slow)
+    wanted = trial(slow)
     fused = KINDS[slow.model.config.model_type](slow)
-    return fused if agree(_trial(fused), wanted, slow.dtype) else None
+    return fused if agree(trial(fused), wanted, slow.dtype) else None
 
 
 def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
@@ -291,7 +291,7 @@ def geglu(gate_up: Tensor) -> Tensor:
     return F.gelu(gate, approximate="tanh").mul_(up)
 
 
-def _trial(target: HFCausal) -> Tensor:
+def trial(target: HFCausal) -> Tensor:
     """Logits of a short text and a small tree behind it, float32."""
     kv, table = target.make_kv(_TRIAL + 8), BlockTable()
     kv.pool.grow(table, _TRIAL + 8)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from foredraft.errors import ConfigError, ModelError
 from foredraft.models.bucketed import bucket, can_bucket
+from foredraft.models.compiled import can_compile, compile_layers
 from foredraft.models.fused import can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, pack_linears
@@ -41,7 +42,8 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     ids = _token_ids(path)
     there = None if ids is None else ids.to(where)
     target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
-    make = fuse if can_fuse(target) else bucket if can_bucket(target) else None
+    ways = ((can_compile, compile_layers), (can_fuse, fuse), (can_bucket, bucket))
+    make = next((make for can, make in ways if can(target)), None)
     if fused and make is not None:
         fast = make(target)
         if fast is not None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch import Tensor
 
 from foredraft.engine.batch import Span
 from foredraft.engine.kv import BLOCK, BlockPool
-from foredraft.models import kernels
+from foredraft.models import kernels, threads
 from foredraft.tree import path_to
 
 Ints = NDArray[np.int64]
@@ -108,17 +106,19 @@ class FewRows:
             )
 
         (part, scratch), *others = self._plan(heads, kv_heads, dim, value_dim)
-        running = [_threads().submit(run, *other) for other in others]
+        running = [threads.pool().submit(run, *other) for other in others]
         run(part, scratch)
         for other in running:
             other.result()
 
-    def told(self, heads: int, kv_heads: int, dim: int) -> tuple[int, ...]:
-        """Return what kernels.head_pass is told of the rows, by address."""
-        _, scratch = self._plan(heads, kv_heads, dim, dim)[0]
+    def told(self, heads: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], int]:
+        """Return what kernels that attend are told of the rows: where they are written, spans, how many,
+        slots, ends, where tails begin, tails, the longest span and most queries of a key head; and how many
+        numbers attending works in.
+        """
         most = self.most * heads // kv_heads
-        spans = (self._spans, len(self.arrays[0]))
-        return (self._written, *spans, *self._lists, scratch.data_ptr(), self.longest, most)
+        seen = (self._written, self._spans, len(self.arrays[0]), *self._lists, self.longest, most)
+        return seen, kernels.scratch_size(dim, dim, self.longest, most)
 
     def _plan(
         self, heads: int, kv_heads: int, dim: int, value_dim: int
@@ -135,18 +135,13 @@ class FewRows:
     def _parts(self, heads: int, kv_heads: int) -> list[tuple[int, ...]]:
         spans, (_, rows, _, lengths) = len(self.arrays[0]), self.arrays[0].T
         costs = lengths * (_KEY_NS * kv_heads + _QUERY_NS * rows * heads)
-        threads = torch.get_num_threads()
-        if threads == 1 or costs.sum() < _LEAST_NS:
+        count = threads.count()
+        if count == 1 or costs.sum() < _LEAST_NS:
             return [(0, spans, 0, kv_heads)]
-        if spans < threads:
-            ends = _divided(np.ones(kv_heads), threads)
+        if spans < count:
+            ends = _divided(np.ones(kv_heads), count)
             return [(0, spans, first, last) for first, last in pairwise(ends)]
-        return [(first, last - first, 0, kv_heads) for first, last in pairwise(_divided(costs, threads))]
-
-
-@cache
-def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, torch.get_num_threads() - 1), thread_name_prefix="attend")
+        return [(first, last - first, 0, kv_heads) for first, last in pairwise(_divided(costs, count))]
 
 
 def _divided(costs: NDArray[Any], parts: int) -> list[int]:

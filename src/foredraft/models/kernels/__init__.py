@@ -14,19 +14,33 @@ from foredraft.zoo import cache_dir
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
 
 from foredraft.models.kernels.attend import LEAST, attend, scratch_size
+from foredraft.models.kernels.dense import HAS_TILES, WIDTH, interleaved, laid_out, tiles
 from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
+from foredraft.models.kernels.layers import ATTEND, ENDING, PHASES, own_bytes, run_layers
 from foredraft.models.kernels.numbers import LOG2E
+from foredraft.models.kernels.share import PHASE_BYTES
 from foredraft.models.kernels.small import TILE, head_pass, work_size
 
 __all__ = [
+    "ATTEND",
+    "ENDING",
+    "HAS_TILES",
     "LEAST",
     "LOG2E",
+    "PHASES",
+    "PHASE_BYTES",
     "TILE",
+    "WIDTH",
     "add_norm",
     "attend",
     "head_pass",
+    "interleaved",
+    "laid_out",
+    "own_bytes",
+    "run_layers",
     "scratch_size",
     "swiglu",
+    "tiles",
     "turn_and_write",
     "work_size",
 ]

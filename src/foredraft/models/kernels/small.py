@@ -98,16 +98,16 @@ def head_pass(
     weights: addresses of the embedding, of the norms of it, of features, before the MLP and of the output,
     then of each product and its scales. sizes: hidden, inner, query heads, key heads, dim, vocabulary. cos,
     sin: as turn_and_write has them; cache: keys and values. seen: where rows are written, then what attend is
-    told of them: spans, their number, slots, prefix, tail_at, tails, scratch, cap, most. wanted: rows whose
-    logits are wanted, and their number. found: bfloat16 [rows, hidden]; logits: float32 [wanted, vocabulary].
-    work: bytes, as work_size says.
+    told of them: spans, their number, slots, prefix, tail_at, tails, cap, most. wanted: rows whose logits are
+    wanted, and their number. found: bfloat16 [rows, hidden]; logits: float32 [wanted, vocabulary]. work:
+    bytes, as work_size says, and attend's scratch.
     """
     count, hidden, inner = UINT(rows), UINT(sizes[0]), UINT(sizes[1])
     queries, kv, dim, vocab = UINT(sizes[2]), UINT(sizes[3]), UINT(sizes[4]), UINT(sizes[5])
     two, four = UINT(2), UINT(4)
     whole = (count + UINT(AT_ONCE - 1)) // UINT(AT_ONCE) * UINT(AT_ONCE)
     widest = max(two * hidden, max(inner, queries * dim))
-    x = UINT(work)
+    x = UINT(work[0])
     temp = x + whole * widest * four
     qkv = temp + UINT(AT_ONCE * TILE) * four
     attended = qkv + count * (queries + two * kv) * dim * two
@@ -145,9 +145,9 @@ def head_pass(
         dim,
         LOG2E / np.sqrt(float(sizes[4])),
         0,
+        work[1],
         seen[7],
         seen[8],
-        seen[9],
     )
     _widened(attended, count, queries * dim, x)
     _product(x, count, queries * dim, UINT(weights[7]), UINT(weights[8]), hidden, between, True, temp)

@@ -1,0 +1,197 @@
+"""Llama, its kin and Gemma 3 on a CPU in bfloat16: all layers in one compiled call that the threads share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foredraft.engine.batch import Batch
+from foredraft.engine.protocols import ForwardOut
+from foredraft.models import kernels, threads
+from foredraft.models.attention import Attend
+from foredraft.models.fused import (
+    KINDS,
+    FusedGemma,
+    KnownAngles,
+    Rotary,
+    agree,
+    can_fuse,
+    has_fixed_angles,
+    norm,
+    trial,
+)
+from foredraft.models.hf_causal import HFCausal
+
+
+class CompiledCausal(HFCausal):
+    """A Llama-like model behind the Target protocol. Takes the weights out of `slow`, which then is of no
+    use.
+    """
+
+    def __init__(self, slow: HFCausal) -> None:
+        vars(self).update(vars(slow))
+        inner, head = self.model.model, self.model.lm_head
+        attention = inner.layers[0].self_attn
+        hidden, dim = self.model.config.hidden_size, attention.head_dim
+        queries, keys = (part.out_features // dim for part in (attention.q_proj, attention.k_proj))
+        gelu = int(_is_gemma(self.model.config))
+        self._shape = (hidden, inner.layers[0].mlp.gate_proj.out_features, queries, keys, dim)
+        self._ending_sizes = (head.out_features, gelu)
+        self._eps, self._scale = norm(inner.norm).eps, (self.heads[0].scale or dim**-0.5) * kernels.LOG2E
+        self.embedding = inner.embed_tokens
+        self._held: list[Tensor] = [torch.zeros(kernels.tiles(head.out_features) * kernels.WIDTH)]
+        store = _Store([*chain.from_iterable(map(_linears, inner.layers)), [head]])
+        kinds = list(dict.fromkeys(_kind(layer) for layer in inner.layers))
+        self._angles = [_angles(inner.rotary_emb, self.embedding.weight[:1], kind) for kind in kinds]
+        described = []
+        for layer, how in zip(inner.layers, self.heads, strict=True):
+            described.append([*self._described(layer, store), how.window or 0, kinds.index(_kind(layer))])
+            layer.to("meta")  # its weights are freed before the next layer's are laid out
+        self._layers = np.array(described, np.int64)
+        self._ending = np.array(
+            [self._norm(inner.norm), store.put(head.weight), self._bias([head])], np.int64
+        )
+        self._store, self.model = store, None
+
+    def _described(self, layer: Any, store: _Store) -> Iterator[int]:
+        """Yield a layer as kernels.run_layers takes it, up to its window."""
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv, out, gate_up, down = _linears(layer)
+        gemma = hasattr(layer, "pre_feedforward_layernorm")
+        yield self._norm(layer.input_layernorm)
+        yield store.put(torch.cat([part.weight.detach() for part in qkv]))
+        yield self._bias(qkv)
+        yield self._norm(getattr(attention, "q_norm", None))
+        yield self._norm(getattr(attention, "k_norm", None))
+        yield store.put(attention.o_proj.weight)
+        yield self._bias(out)
+        yield self._norm(layer.post_attention_layernorm if gemma else None)
+        yield self._norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm)
+        yield store.put(kernels.interleaved(*(part.weight.detach() for part in gate_up)))
+        yield self._bias(gate_up, kernels.interleaved)
+        yield store.put(mlp.down_proj.weight)
+        yield self._bias(down)
+        yield self._norm(layer.post_feedforward_layernorm if gemma else None)
+
+    def _norm(self, module: Any) -> int:
+        return 0 if module is None else self._hold(norm(module).weight.float())
+
+    def _bias(self, linears: list[Any], together: Callable[..., Tensor] | None = None) -> int:
+        if linears[0].bias is None:
+            return self._held[0].data_ptr()
+        parts = [part.bias.detach().float() for part in linears]
+        whole = torch.cat(parts) if together is None else together(*(part[:, None] for part in parts))[:, 0]
+        return self._hold(torch.cat([whole, whole.new_zeros(-len(whole) % kernels.WIDTH)]))
+
+    def _hold(self, part: Tensor) -> int:
+        self._held.append(part.contiguous())
+        return self._held[-1].data_ptr()
+
+    def _run(self, batch: Batch, attend: Any, hidden_layers: tuple[int, ...]) -> ForwardOut:
+        assert isinstance(attend, Attend)
+        assert attend.few is not None
+        rows, outputs, layers = len(batch.token_ids), len(batch.logit_rows), len(self._layers)
+        hidden, inner, queries, kv, dim = self._shape
+        x = self.embedding(batch.token_ids)
+        rotary = [angles(batch.positions) for angles in self._angles]
+        wanted = [layer % (layers + 1) for layer in hidden_layers]
+        states = {layer: torch.empty_like(x) for layer in wanted}
+        copies = np.array([states[i].data_ptr() if i in states else 0 for i in range(layers + 1)], np.int64)
+        qkv, attended = x.new_empty(rows, queries + 2 * kv, dim), x.new_empty(rows, queries, dim)
+        normed, gated, more = torch.empty_like(x), x.new_empty(rows, inner), torch.empty_like(x)
+        gathered, logits = x.new_empty(outputs, hidden), x.new_empty(outputs, self._ending_sizes[0])
+        phases = layers * kernels.PHASES + kernels.ENDING
+        board = np.zeros(phases * kernels.PHASE_BYTES // 8, np.int64)
+        buffers = (x, normed, qkv, attended, gated, more, batch.logit_rows, gathered, logits)
+        seen, attending = attend.few.told(queries, kv, dim)
+        scratch = [
+            torch.empty(kernels.own_bytes(attending), dtype=torch.uint8) for _ in range(threads.count())
+        ]
+        told = (
+            self._layers,
+            attend.kv.addresses,
+            np.array([(part.cos.data_ptr(), part.sin.data_ptr()) for part in rotary], np.int64),
+            copies,
+            self._ending,
+            np.array((rows, *self._shape, self._ending_sizes[0], outputs, self._ending_sizes[1]), np.int64),
+            np.array((board.ctypes.data, *(part.data_ptr() for part in buffers)), np.int64),
+            np.array(seen, np.int64),
+            self._eps,
+            self._scale,
+        )
+        begin = 0
+        if attend.groups:
+            for layer in range(layers):
+                end = layer * kernels.PHASES + kernels.ATTEND + 1
+                threads.share(kernels.run_layers, (begin, end, *told), scratch)
+                attend.attend_many(layer, qkv[:, :queries].transpose(0, 1), self.heads[layer], attended)
+                begin = end
+        threads.share(kernels.run_layers, (begin, phases, *told), scratch)
+        return ForwardOut(logits, tuple(states[layer] for layer in wanted))
+
+
+class _Store:
+    """Weights in one piece of memory, which numpy asks the system to keep in large pages."""
+
+    def __init__(self, together: list[list[Any]]) -> None:
+        outputs = [sum(part.out_features for part in parts) for parts in together]
+        inputs = [parts[0].in_features for parts in together]
+        size = sum(kernels.tiles(n) * kernels.WIDTH * k for n, k in zip(outputs, inputs, strict=True))
+        self._free = torch.from_numpy(np.empty(size, np.int16)).view(torch.bfloat16)
+
+    def put(self, weight: Tensor) -> int:
+        """Lay out weight [outputs, inputs]; return where it is."""
+        tiles = kernels.laid_out(weight.detach())
+        place, self._free = self._free[: tiles.numel()], self._free[tiles.numel() :]
+        place.view(tiles.shape).copy_(tiles)
+        return place.data_ptr()
+
+
+def can_compile(target: HFCausal) -> bool:
+    """True for an architecture known here, in bfloat16 on a CPU without a matrix unit (AMX)."""
+    if kernels.HAS_TILES or target.dtype != torch.bfloat16 or not can_fuse(target):
+        return False
+    layer = target.model.model.layers[0]
+    dim = layer.self_attn.head_dim
+    even = all(part.in_features % 2 == 0 for parts in _linears(layer) for part in parts)
+    return even and dim % kernels.LEAST == 0 and len({head.scale for head in target.heads}) == 1
+
+
+def compile_layers(slow: HFCausal) -> CompiledCausal | None:
+    """Return the compiled twin of a target, or None where the two disagree. Either way `slow` is used up."""
+    wanted = trial(slow)
+    compiled = CompiledCausal(slow)
+    return compiled if agree(trial(compiled), wanted, slow.dtype) else None
+
+
+def _linears(layer: Any) -> list[list[Any]]:
+    """The linear layers, those together that read the same input."""
+    attention, mlp = layer.self_attn, layer.mlp
+    return [
+        [attention.q_proj, attention.k_proj, attention.v_proj],
+        [attention.o_proj],
+        [mlp.gate_proj, mlp.up_proj],
+        [mlp.down_proj],
+    ]
+
+
+def _kind(layer: Any) -> str:
+    """Which angles a layer has, where a model has several."""
+    attention = layer.self_attn
+    return attention.config.layer_types[attention.layer_idx] if _is_gemma(attention.config) else ""
+
+
+def _is_gemma(config: Any) -> bool:
+    return KINDS[config.model_type] is FusedGemma
+
+
+def _angles(rotary: Any, like: Tensor, kind: str) -> Callable[[Tensor], Rotary]:
+    """Return what gives positions their angles."""
+    make = partial(Rotary.of, partial(rotary, layer_type=kind) if kind else rotary, like)
+    return KnownAngles(make) if has_fixed_angles(rotary, kind) else make
