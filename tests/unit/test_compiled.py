@@ -100,7 +100,7 @@ def test_a_ragged_batch(three: list[HFCausal]) -> None:
     agree(three, [first, second], kvs, [(1,), (0, 3)])
 
 
-@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 112, "intermediate_size": 1000, "vocab_size": 1001}])
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 160, "intermediate_size": 1000, "vocab_size": 1001}])
 def test_a_row_has_the_same_bits_whoever_it_is_with(sizes: dict[str, int], tmp_path: Path) -> None:
     """Alone, among up to 40 others, and whoever of the threads does it."""
     target = load_target(tiny_models.build("llama", tmp_path, **sizes), dtype="bfloat16", device="cpu")
