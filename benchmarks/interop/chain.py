@@ -18,7 +18,9 @@ from foredraft.text import encode_chat
 def main() -> None:
     """Answer the prompts and print one JSON object."""
     args = parse()
-    eagle._WIDTH, eagle._WORTH = 1, 0.0  # one guess a level, however unsure
+    # One guess a level, however unsure, which only trees grown level by level can be told.
+    eagle._WIDTH, eagle._WORTH = 1, 0.0
+    eagle.EagleProposer._has_own_law = lambda *_: True  # type: ignore[method-assign]
     rows = [json.loads(line) for path in args.prompts for line in path.read_text().splitlines()[: args.limit]]
     llm = LLM(args.model, args.head, dtype=args.dtype, budget=args.levels, max_seqs=1, prefix_cache=False)
     prompts = [encode_chat(llm.tokenizer, row["messages"]) for row in rows]

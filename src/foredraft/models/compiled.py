@@ -27,6 +27,7 @@ from foredraft.models.fused import (
     trial,
 )
 from foredraft.models.hf_causal import HFCausal
+from foredraft.models.tiles import Tiles
 
 
 class CompiledCausal(HFCausal):
@@ -40,86 +41,69 @@ class CompiledCausal(HFCausal):
         attention = inner.layers[0].self_attn
         hidden, dim = self.model.config.hidden_size, attention.head_dim
         queries, keys = (part.out_features // dim for part in (attention.q_proj, attention.k_proj))
-        gelu = int(_is_gemma(self.model.config))
         self._shape = (hidden, inner.layers[0].mlp.gate_proj.out_features, queries, keys, dim)
-        self._ending_sizes = (head.out_features, gelu)
+        self._outputs, self._gelu = head.out_features, int(_is_gemma(self.model.config))
         self._eps, self._scale = norm(inner.norm).eps, (self.heads[0].scale or dim**-0.5) * kernels.LOG2E
         self.embedding = inner.embed_tokens
-        self._held: list[Tensor] = [torch.zeros(kernels.tiles(head.out_features) * kernels.WIDTH)]
-        store = _Store([*chain.from_iterable(map(_linears, inner.layers)), [head]])
+        together = [*chain.from_iterable(map(_linears, inner.layers)), [head]]
+        tiles = Tiles((sum(part.out_features for part in some), some[0].in_features) for some in together)
         kinds = list(dict.fromkeys(_kind(layer) for layer in inner.layers))
         self._angles = [_angles(inner.rotary_emb, self.embedding.weight[:1], kind) for kind in kinds]
         described = []
         for layer, how in zip(inner.layers, self.heads, strict=True):
-            described.append([*self._described(layer, store), how.window or 0, kinds.index(_kind(layer))])
+            described.append([*self._described(layer, tiles), how.window or 0, kinds.index(_kind(layer))])
             layer.to("meta")  # its weights are freed before the next layer's are laid out
         self._layers = np.array(described, np.int64)
         self._ending = np.array(
-            [self._norm(inner.norm), store.put(head.weight), self._bias([head])], np.int64
+            [tiles.norm(inner.norm), tiles.product(head.weight), tiles.bias([head])], np.int64
         )
-        self._store, self.model = store, None
+        self._tiles, self.model = tiles, None
 
-    def _described(self, layer: Any, store: _Store) -> Iterator[int]:
+    def _described(self, layer: Any, tiles: Tiles) -> Iterator[int]:
         """Yield a layer as kernels.run_layers takes it, up to its window."""
         attention, mlp = layer.self_attn, layer.mlp
         qkv, out, gate_up, down = _linears(layer)
         gemma = hasattr(layer, "pre_feedforward_layernorm")
-        yield self._norm(layer.input_layernorm)
-        yield store.put(torch.cat([part.weight.detach() for part in qkv]))
-        yield self._bias(qkv)
-        yield self._norm(getattr(attention, "q_norm", None))
-        yield self._norm(getattr(attention, "k_norm", None))
-        yield store.put(attention.o_proj.weight)
-        yield self._bias(out)
-        yield self._norm(layer.post_attention_layernorm if gemma else None)
-        yield self._norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm)
-        yield store.put(kernels.interleaved(*(part.weight.detach() for part in gate_up)))
-        yield self._bias(gate_up, kernels.interleaved)
-        yield store.put(mlp.down_proj.weight)
-        yield self._bias(down)
-        yield self._norm(layer.post_feedforward_layernorm if gemma else None)
-
-    def _norm(self, module: Any) -> int:
-        return 0 if module is None else self._hold(norm(module).weight.float())
-
-    def _bias(self, linears: list[Any], together: Callable[..., Tensor] | None = None) -> int:
-        if linears[0].bias is None:
-            return self._held[0].data_ptr()
-        parts = [part.bias.detach().float() for part in linears]
-        whole = torch.cat(parts) if together is None else together(*(part[:, None] for part in parts))[:, 0]
-        return self._hold(torch.cat([whole, whole.new_zeros(-len(whole) % kernels.WIDTH)]))
-
-    def _hold(self, part: Tensor) -> int:
-        self._held.append(part.contiguous())
-        return self._held[-1].data_ptr()
+        yield tiles.norm(layer.input_layernorm)
+        yield tiles.product(torch.cat([part.weight.detach() for part in qkv]))
+        yield tiles.bias(qkv)
+        yield tiles.norm(getattr(attention, "q_norm", None))
+        yield tiles.norm(getattr(attention, "k_norm", None))
+        yield tiles.product(attention.o_proj.weight)
+        yield tiles.bias(out)
+        yield tiles.norm(layer.post_attention_layernorm if gemma else None)
+        yield tiles.norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm)
+        yield tiles.product(kernels.interleaved(*(part.weight.detach() for part in gate_up)))
+        yield tiles.bias(gate_up, kernels.interleaved)
+        yield tiles.product(mlp.down_proj.weight)
+        yield tiles.bias(down)
+        yield tiles.norm(layer.post_feedforward_layernorm if gemma else None)
 
     def _run(self, batch: Batch, attend: Any, hidden_layers: tuple[int, ...]) -> ForwardOut:
         assert isinstance(attend, Attend)
         assert attend.few is not None
         rows, outputs, layers = len(batch.token_ids), len(batch.logit_rows), len(self._layers)
-        hidden, inner, queries, kv, dim = self._shape
+        (hidden, inner, queries, kv, dim), vocab = self._shape, self._outputs
         x = self.embedding(batch.token_ids)
-        rotary = [angles(batch.positions) for angles in self._angles]
+        tables = [angles(batch.positions) for angles in self._angles]
         wanted = [layer % (layers + 1) for layer in hidden_layers]
         states = {layer: torch.empty_like(x) for layer in wanted}
         copies = np.array([states[i].data_ptr() if i in states else 0 for i in range(layers + 1)], np.int64)
         qkv, attended = x.new_empty(rows, queries + 2 * kv, dim), x.new_empty(rows, queries, dim)
         normed, gated, more = torch.empty_like(x), x.new_empty(rows, inner), torch.empty_like(x)
-        gathered, logits = x.new_empty(outputs, hidden), x.new_empty(outputs, self._ending_sizes[0])
+        gathered, logits = x.new_empty(outputs, hidden), x.new_empty(outputs, vocab)
         phases = layers * kernels.PHASES + kernels.ENDING
         board = np.zeros(phases * kernels.PHASE_BYTES // 8, np.int64)
         buffers = (x, normed, qkv, attended, gated, more, batch.logit_rows, gathered, logits)
         seen, attending = attend.few.told(queries, kv, dim)
-        scratch = [
-            torch.empty(kernels.own_bytes(attending), dtype=torch.uint8) for _ in range(threads.count())
-        ]
+        size = kernels.own_bytes(attending)
         told = (
             self._layers,
             attend.kv.addresses,
-            np.array([(part.cos.data_ptr(), part.sin.data_ptr()) for part in rotary], np.int64),
+            np.array([[part.data_ptr() for part in table] for table in tables], np.int64),
             copies,
             self._ending,
-            np.array((rows, *self._shape, self._ending_sizes[0], outputs, self._ending_sizes[1]), np.int64),
+            np.array((rows, *self._shape, vocab, outputs, self._gelu, *attend.few.places), np.int64),
             np.array((board.ctypes.data, *(part.data_ptr() for part in buffers)), np.int64),
             np.array(seen, np.int64),
             self._eps,
@@ -129,28 +113,11 @@ class CompiledCausal(HFCausal):
         if attend.groups:
             for layer in range(layers):
                 end = layer * kernels.PHASES + kernels.ATTEND + 1
-                threads.share(kernels.run_layers, (begin, end, *told), scratch)
+                threads.share(kernels.run_layers, (begin, end, *told), size)
                 attend.attend_many(layer, qkv[:, :queries].transpose(0, 1), self.heads[layer], attended)
                 begin = end
-        threads.share(kernels.run_layers, (begin, phases, *told), scratch)
+        threads.share(kernels.run_layers, (begin, phases, *told), size)
         return ForwardOut(logits, tuple(states[layer] for layer in wanted))
-
-
-class _Store:
-    """Weights in one piece of memory, which numpy asks the system to keep in large pages."""
-
-    def __init__(self, together: list[list[Any]]) -> None:
-        outputs = [sum(part.out_features for part in parts) for parts in together]
-        inputs = [parts[0].in_features for parts in together]
-        size = sum(kernels.tiles(n) * kernels.WIDTH * k for n, k in zip(outputs, inputs, strict=True))
-        self._free = torch.from_numpy(np.empty(size, np.int16)).view(torch.bfloat16)
-
-    def put(self, weight: Tensor) -> int:
-        """Lay out weight [outputs, inputs]; return where it is."""
-        tiles = kernels.laid_out(weight.detach())
-        place, self._free = self._free[: tiles.numel()], self._free[tiles.numel() :]
-        place.view(tiles.shape).copy_(tiles)
-        return place.data_ptr()
 
 
 def can_compile(target: HFCausal) -> bool:
@@ -191,7 +158,14 @@ def _is_gemma(config: Any) -> bool:
     return KINDS[config.model_type] is FusedGemma
 
 
-def _angles(rotary: Any, like: Tensor, kind: str) -> Callable[[Tensor], Rotary]:
-    """Return what gives positions their angles."""
+def _angles(rotary: Any, like: Tensor, kind: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
+    """Return what gives positions tables of cos and sin, and where in them each position is."""
     make = partial(Rotary.of, partial(rotary, layer_type=kind) if kind else rotary, like)
-    return KnownAngles(make) if has_fixed_angles(rotary, kind) else make
+    if not has_fixed_angles(rotary, kind):
+        return lambda positions: (*_parts(make(positions)), torch.arange(len(positions)))
+    known = KnownAngles(make)
+    return lambda positions: (*_parts(known.until(int(positions.max()))), positions)
+
+
+def _parts(rotary: Rotary) -> tuple[Tensor, Tensor]:
+    return rotary.cos, rotary.sin

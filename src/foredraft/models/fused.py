@@ -86,10 +86,14 @@ class KnownAngles:
 
     def __call__(self, positions: Tensor) -> Rotary:
         """positions: int64 [rows]."""
-        last = int(positions.max())
+        known = self.until(int(positions.max()))
+        return Rotary(known.cos[positions], known.sin[positions])
+
+    def until(self, last: int) -> Rotary:
+        """Return the angles of positions 0 … last, and more."""
         if last >= len(self._known.cos):
             self._known = self._make(torch.arange(1 << last.bit_length()))
-        return Rotary(self._known.cos[positions], self._known.sin[positions])
+        return self._known
 
 
 class DecoderLayer:

@@ -112,13 +112,17 @@ class FewRows:
             other.result()
 
     def told(self, heads: int, kv_heads: int, dim: int) -> tuple[tuple[int, ...], int]:
-        """Return what kernels that attend are told of the rows: where they are written, spans, how many,
-        slots, ends, where tails begin, tails, the longest span and most queries of a key head; and how many
-        numbers attending works in.
+        """Return what kernels that attend are told: spans, slots, ends, where tails begin, tails, the longest
+        span and most queries of a key head; and how many numbers attending works in.
         """
         most = self.most * heads // kv_heads
-        seen = (self._written, self._spans, len(self.arrays[0]), *self._lists, self.longest, most)
+        seen = (self._spans, *self._lists, self.longest, most)
         return seen, kernels.scratch_size(dim, dim, self.longest, most)
+
+    @property
+    def places(self) -> tuple[int, int]:
+        """Where the slots of the rows are, and how many spans there are."""
+        return self._written, len(self.arrays[0])
 
     def _plan(
         self, heads: int, kv_heads: int, dim: int, value_dim: int

@@ -19,15 +19,16 @@ from foredraft.engine.kv import KVCache, LayerShape
 from foredraft.engine.sequence import Sequence
 from foredraft.models.attention import Attend, quick
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes
+from foredraft.models.compiled_head import CompiledEagle, Waiting, can_compile_head
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
+from foredraft.models.kernels import BEST, LEVELS
 from foredraft.propose.guess import at_nodes, drawn, is_processed
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
-_FEW = 64  # features that wait to be fed with the next draft; more are fed at once
-_WIDTH = 4  # nodes of a level that are continued, and candidates below each
-_LEVELS = 8  # the deepest draft
+_FEW = 32  # features that wait to be fed with the next draft; more are fed at once
+_WIDTH, _LEVELS = BEST, LEVELS  # nodes of a level that are continued, and candidates below each; levels
 _WORTH = 0.15  # chance that a level's best nodes are all right so far, under which no deeper level is tried
 
 
@@ -101,7 +102,8 @@ class EagleProposer:
         self.needs = Needs(hidden_layers=config.hidden_layers, draw="iid" if drawn else "fixed")
         self.target_ids = head.target_ids
         own = head.lm_head.weight.detach() if head.lm_head is not None else lm_head
-        self._fast = FastEagle(head, embedding, own.to(embedding.dtype))
+        fast = CompiledEagle if can_compile_head(head, embedding) else FastEagle
+        self._fast: FastEagle | CompiledEagle = fast(head, embedding, own.to(embedding.dtype))
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
         dtype, device = embedding.dtype, embedding.device
         self._kv = KVCache([shape], kv_tokens, dtype=dtype, device=device, turned=quick(embedding))
@@ -114,6 +116,8 @@ class EagleProposer:
         """Return one draft a sequence; the head runs once a level for all of them together."""
         drafts = [self._begin(seq, budget) for seq, budget in zip(seqs, budgets, strict=True)]
         growing = [draft for draft in drafts if draft.levels > 0]
+        if isinstance(self._fast, CompiledEagle):
+            growing = self._grow_all(self._fast, growing)
         while growing:
             logits = self._next_logits(growing)
             for draft, rows in zip(growing, logits, strict=True):
@@ -125,6 +129,35 @@ class EagleProposer:
         state = self._states.get(seq.request_id)
         ready = state is not None and state.first + len(state.waiting) == len(seq.tokens) - 1
         return _Growing(seq, budget, min(budget, seq.levels_left, _LEVELS) if ready else 0)
+
+    def _grow_all(self, fast: CompiledEagle, growing: Seq[_Growing]) -> list[_Growing]:
+        """Grow at once the trees of requests whose laws have no processors; return the others."""
+        plain = [draft for draft in growing if not self._has_own_law(draft)]
+        if plain:
+            begun = []
+            for draft in plain:
+                seq, state = draft.seq, self._states[draft.seq.request_id]
+                begun.append(
+                    Waiting(
+                        seq.tokens[state.first + 1 :],
+                        state.waiting,
+                        state.first,
+                        seq.table,
+                        draft.budget,
+                        draft.levels,
+                        seq.params.temperature,
+                    )
+                )
+                state.first, state.waiting = len(seq.tokens) - 1, state.waiting[:0]
+            for draft, grown in zip(plain, fast.grow(begun, self._kv, _WORTH), strict=True):
+                draft.tokens, draft.parents, draft.scores, draft.fed = grown
+        return [draft for draft in growing if not draft.tokens]
+
+    def _has_own_law(self, draft: _Growing) -> bool:
+        """True if what the head says is changed before its likeliest tokens are looked for."""
+        params = draft.seq.params
+        drawn = self.drawn and not params.greedy
+        return drawn or is_processed(draft.seq) or bool(params.logit_bias)
 
     def _next_logits(self, growing: Seq[_Growing]) -> list[Tensor]:
         """Feed what waits, or the newest fed nodes; return the logits after each, float32 [nodes, draft
@@ -156,12 +189,17 @@ class EagleProposer:
         if self._passes is not None and bucket is not None:
             inputs, (out,) = self._passes.run(batch, bucket, self._kv, features=features)
             out = out[inputs.real[: len(features)]][batch.logit_rows.to(out.device)]
-            return out, self._fast.logits(out)
+            return out, self._in_torch.logits(out)
         return self._fast.run(batch, features, Attend(batch, self._kv, self._kv.device, features.dtype))
 
     def _pass(self, inputs: Inputs, attend: Any, _kind: Hashable) -> Outputs:
         """A pass of fixed shape; models/buckets.py."""
-        return (self._fast(inputs.tokens, inputs.positions, inputs.features, attend),)
+        return (self._in_torch(inputs.tokens, inputs.positions, inputs.features, attend),)
+
+    @property
+    def _in_torch(self) -> FastEagle:
+        assert isinstance(self._fast, FastEagle)
+        return self._fast
 
     def _grow(self, draft: _Growing, logits: Tensor) -> None:
         """Add the candidates of one level; logits: [nodes, draft vocab], after the root or the newest fed
@@ -242,8 +280,13 @@ class EagleProposer:
             Feed(seq.tokens[state.first + 1 : seq.kv_len], state.first, seq.table, None)
             for seq, state in many
         ]
-        features = torch.cat([state.waiting[:-1] for _, state in many])
-        self._run(make_batch(feeds), self._fast.fuse(features))
+        if isinstance(self._fast, CompiledEagle):
+            rows = [(feed, state) for feed, (_, state) in zip(feeds, many, strict=True)]
+            begun = [Waiting(f.tokens, state.waiting[:-1], state.first, f.table) for f, state in rows]
+            self._fast.grow(begun, self._kv)
+        else:
+            features = torch.cat([state.waiting[:-1] for _, state in many])
+            self._run(make_batch(feeds), self._fast.fuse(features))
         for seq, state in many:
             state.first, state.waiting = seq.kv_len - 1, state.waiting[-1:]
 

@@ -16,31 +16,46 @@ os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba 
 from foredraft.models.kernels.attend import LEAST, attend, scratch_size
 from foredraft.models.kernels.dense import HAS_TILES, WIDTH, interleaved, laid_out, tiles
 from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
-from foredraft.models.kernels.layers import ATTEND, ENDING, PHASES, own_bytes, run_layers
+from foredraft.models.kernels.head import (
+    BEST,
+    CANDIDATES,
+    FED,
+    LEVEL_PHASES,
+    LEVELS,
+    SEQ_FIELDS,
+    lay_out_first,
+    run_head,
+)
+from foredraft.models.kernels.layers import ATTEND, ENDING, PHASES, run_layers
 from foredraft.models.kernels.numbers import LOG2E
+from foredraft.models.kernels.phases import own_bytes
 from foredraft.models.kernels.share import PHASE_BYTES
-from foredraft.models.kernels.small import TILE, head_pass, work_size
 
 __all__ = [
     "ATTEND",
+    "BEST",
+    "CANDIDATES",
     "ENDING",
+    "FED",
     "HAS_TILES",
     "LEAST",
+    "LEVELS",
+    "LEVEL_PHASES",
     "LOG2E",
     "PHASES",
     "PHASE_BYTES",
-    "TILE",
+    "SEQ_FIELDS",
     "WIDTH",
     "add_norm",
     "attend",
-    "head_pass",
     "interleaved",
     "laid_out",
+    "lay_out_first",
     "own_bytes",
+    "run_head",
     "run_layers",
     "scratch_size",
     "swiglu",
     "tiles",
     "turn_and_write",
-    "work_size",
 ]

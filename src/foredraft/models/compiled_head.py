@@ -1,0 +1,247 @@
+"""An EAGLE head on a CPU in bfloat16: all levels of its trees in one compiled call that the threads share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor
+
+from foredraft.engine.batch import Batch
+from foredraft.engine.kv import BLOCK, BlockPool, BlockTable, KVCache, LayerShape
+from foredraft.models import kernels, threads
+from foredraft.models.attention import Attend, quick
+from foredraft.models.fused import KnownAngles, Rotary
+from foredraft.models.heads import EagleLayer
+from foredraft.models.tiles import Tiles
+
+Ints = NDArray[np.int64]
+_STATES = kernels.LEVELS + 1  # of levels, the last of which feeds nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What a sequence's tree begins with: tokens, and the features [tokens, fused width] of the positions
+    before them, whose slots in `table` are those from `first` on; how many nodes and levels it may have, 0 to
+    write the cache only; and the temperature of its law, 0 if it is greedy.
+    """
+
+    tokens: Seq[int]
+    features: Tensor
+    first: int
+    table: BlockTable
+    budget: int = 0
+    levels: int = 0
+    temperature: float = 1.0
+
+
+class Grown(NamedTuple):
+    """Candidates of one tree: tokens of the target, the fed node that each hangs from (-1: the root), and the
+    log-probability of its path. fed: which candidate each fed node is.
+    """
+
+    tokens: list[int]
+    parents: list[int]
+    scores: list[float]
+    fed: list[int]
+
+
+class CompiledEagle:
+    """Drafting passes of a head. embedding: [vocab, hidden]; projection: [draft vocab, hidden]."""
+
+    def __init__(self, head: EagleLayer, embedding: Tensor, projection: Tensor) -> None:
+        config, layer = head.config, head.midlayer
+        attention, mlp = layer.self_attn, layer.mlp
+        self._embedding, self._fc, self._eps = embedding, head.fc.weight.detach(), config.norm_eps
+        self._ids = head.target_ids.numpy()
+        self._shape = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+        )
+        self._sizes = np.array([*self._shape, len(projection), self._fc.shape[1]], np.int64)
+        self._scale = config.head_dim**-0.5 * kernels.LOG2E
+        products = [
+            self._fc,
+            torch.cat(
+                [part.weight.detach() for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
+            ),
+            attention.o_proj.weight.detach(),
+            kernels.interleaved(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()),
+            mlp.down_proj.weight.detach(),
+            projection,
+        ]
+        tiles = self._tiles = Tiles((weight.shape[0], weight.shape[1]) for weight in products)
+        fc, qkv, out, gate_up, down, to_logits = (tiles.product(weight) for weight in products)
+        before = (tiles.norm(layer.input_layernorm), tiles.norm(layer.hidden_norm), fc, qkv, out)
+        after = (tiles.norm(layer.post_attention_layernorm), gate_up, down, tiles.norm(head.norm), to_logits)
+        self._head = np.array([embedding.data_ptr(), *before, *after, tiles.no_bias], np.int64)
+        self._angles = KnownAngles(lambda positions: _angles(head, positions, embedding.dtype))
+        self._compile(LayerShape(config.kv_heads, config.head_dim, config.head_dim))
+
+    def fuse(self, features: Tensor) -> Tensor:
+        """features: [rows, fused width]. Returns [rows, hidden]."""
+        return F.linear(features, self._fc)
+
+    def run(self, batch: Batch, features: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Run one level over a batch; features: [rows, hidden]. Returns, of its logit rows, the features of
+        the next positions [outputs, hidden] and the logits after them, float32 [outputs, draft vocab].
+        """
+        assert attend.few is not None
+        rows, wanted, x = len(features), batch.logit_rows.numpy(), features.clone()
+        told = np.zeros((7, rows + 1), np.int64)
+        told[0, :rows], told[1, :rows] = batch.token_ids.numpy(), batch.positions.numpy()
+        told[2, :rows], told[6, : len(wanted)] = attend.few.written, wanted
+        spans, slots, ends, tail_at, tails = attend.few.arrays
+        told[3, :rows], told[4] = ends, tail_at
+        state = np.zeros((_STATES, 3), np.int64)
+        state[0] = rows, len(wanted), len(spans)
+        level = _Level(slots, told, tails, spans, state, attend.few.longest, attend.few.most)
+        logits = self._share(attend.kv, level, _Trees.of([]), x, None, len(wanted))
+        return x[batch.logit_rows], logits
+
+    def grow(self, begun: Seq[Waiting], kv: KVCache, worth: float = 0.0) -> list[Grown]:
+        """Write the cache for what waits and grow the trees of those that have levels. worth: the chance that
+        one of a level's best nodes is right under which no deeper level is tried.
+        """
+        trees = _Trees.of(begun)
+        waiting = trees.seqs[:, 0]
+        first, grown = int(waiting.sum()), int((trees.seqs[:, 4] > 0).sum())
+        rows = max(first, kernels.BEST * grown)
+        told, state = np.zeros((7, rows + 1), np.int64), np.zeros((_STATES, 3), np.int64)
+        told[0, :first] = [token for tree in begun for token in tree.tokens]
+        slots, spans = np.concatenate([_slots(tree) for tree in begun]), np.zeros((grown, 4), np.int64)
+        kernels.lay_out_first(trees.seqs, slots, told, spans, state[0])
+        tails = np.zeros(rows * kernels.LEVELS, np.int64)
+        longest = max(tree.first + len(tree.tokens) + kernels.FED for tree in begun)
+        most = max([kernels.BEST, *(len(tree.tokens) for tree in begun if tree.levels > 0)])
+        level = _Level(slots, told, tails, spans, state, BlockPool.needed(longest) * BLOCK, most)
+        features = [tree.features for tree in begun]
+        fused = features[0] if len(features) == 1 else torch.cat(features)
+        x = fused.new_empty(rows, self._shape[0])
+        self._share(kv, level, trees, x, fused.contiguous(), kernels.BEST * grown, worth)
+        return trees.grown()
+
+    def _share(
+        self,
+        kv: KVCache,
+        level: _Level,
+        trees: _Trees,
+        x: Tensor,
+        features: Tensor | None,
+        outputs: int,
+        worth: float = 0.0,
+    ) -> Tensor:
+        """Run the kernel in all threads. x: [rows, hidden], the first level's if no features [rows, fused
+        width] are to be fused. Returns logits, float32 [outputs, draft vocab].
+        """
+        hidden, inner, queries, kv_heads, dim = self._shape
+        rows = len(x)
+        other, normed = torch.empty_like(x), x.new_empty(rows, 2 * hidden)
+        qkv, attended = x.new_empty(rows, queries + 2 * kv_heads, dim), x.new_empty(rows, queries, dim)
+        gated, gathered = x.new_empty(rows, inner), x.new_empty(max(outputs, 1), hidden)
+        logits = torch.empty(outputs, int(self._sizes[5]))
+        buffers = [part.data_ptr() for part in (x, other, normed, qkv, attended, gated, gathered, logits)]
+        known = self._angles.until(int(level.rows[1].max()) + kernels.LEVELS)
+        row_at = [row.ctypes.data for row in level.rows]
+        most = level.most * queries // kv_heads
+        spans, slots, tails = (part.ctypes.data for part in (level.spans, level.slots, level.tails))
+        board = np.zeros(_STATES * kernels.LEVEL_PHASES * kernels.PHASE_BYTES // 8, np.int64)
+        size = kernels.own_bytes(kernels.scratch_size(dim, dim, level.longest, most))
+        told = (
+            board.ctypes.data,
+            self._head,
+            self._sizes,
+            np.array([*buffers, 0 if features is None else features.data_ptr()], np.int64),
+            kv.addresses[0],
+            *trees,
+            level.slots,
+            level.rows,
+            level.tails,
+            level.spans,
+            level.state,
+            self._ids,
+            np.array([known.cos.data_ptr(), known.sin.data_ptr(), row_at[1]], np.int64),
+            np.array([spans, slots, *row_at[3:5], tails, level.longest, most], np.int64),
+            self._eps,
+            self._scale,
+            worth,
+        )
+        threads.share(kernels.run_head, told, size)
+        return logits
+
+    def _compile(self, shape: LayerShape) -> None:
+        """Run once, so that no request waits for the compiler."""
+        kv, table = KVCache([shape], BLOCK, dtype=self._embedding.dtype, turned=True), BlockTable()
+        kv.pool.grow(table, 1)
+        self.grow([Waiting([0], self._fc.new_zeros(1, self._fc.shape[1]), 0, table, 1, 1)], kv)
+
+
+class _Level(NamedTuple):
+    """What the kernel is told of a level, see run_head; the longest text and the most rows of a span."""
+
+    slots: Ints
+    rows: Ints
+    tails: Ints
+    spans: Ints
+    state: Ints
+    longest: int
+    most: int
+
+
+class _Trees(NamedTuple):
+    """What it is told of sequences, and what it finds."""
+
+    seqs: Ints
+    sharp: NDArray[np.float64]
+    found: tuple[Ints, Ints, NDArray[np.float64]]
+    fed: Ints
+
+    @classmethod
+    def of(cls, begun: Seq[Waiting]) -> _Trees:
+        """Lay out sequences whose trees begin."""
+        seqs, at = np.zeros((len(begun), kernels.SEQ_FIELDS), np.int64), 0
+        for row, tree in zip(seqs, begun, strict=True):
+            row[:5] = len(tree.tokens), tree.first, at, tree.budget, tree.levels
+            at += tree.table.capacity
+        sharp = np.array([1 / (tree.temperature or 1.0) for tree in begun], np.float64)
+        candidates = (len(begun), kernels.CANDIDATES)
+        found = (np.zeros(candidates, np.int64), np.zeros(candidates, np.int64), np.zeros(candidates))
+        return cls(seqs, sharp, found, np.zeros((len(begun), kernels.FED), np.int64))
+
+    def grown(self) -> list[Grown]:
+        """Return the trees."""
+        tokens, parents, scores = self.found
+        return [
+            Grown(
+                tokens[place, : seq[6]].tolist(),
+                parents[place, : seq[6]].tolist(),
+                scores[place, : seq[6]].tolist(),
+                self.fed[place, : seq[7]].tolist(),
+            )
+            for place, seq in enumerate(self.seqs)
+        ]
+
+
+def can_compile_head(head: EagleLayer, embedding: Tensor) -> bool:
+    """True in bfloat16 on a CPU, for shapes that the kernels take."""
+    config = head.config
+    even = all(width % 2 == 0 for width in (config.hidden_size, config.intermediate_size))
+    return quick(embedding) and even and config.head_dim % kernels.LEAST == 0
+
+
+def _slots(tree: Waiting) -> Ints:
+    """Return the slots of all positions of a sequence, int64 [capacity]."""
+    return (np.array(tree.table.blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+
+
+def _angles(head: EagleLayer, positions: Tensor, dtype: torch.dtype) -> Rotary:
+    cos, sin = (part.unsqueeze(1).to(dtype) for part in head.cos_sin(positions))
+    return Rotary(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))

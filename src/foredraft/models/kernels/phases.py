@@ -1,0 +1,288 @@
+"""Phases of a pass, each shared by threads unit by unit: norms, products, angles and the cache, attention. In
+bfloat16, tensors by address.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import carray, njit
+
+from foredraft.models.kernels.attend import attend
+from foredraft.models.kernels.dense import AT_ONCE, WIDTH, tile_sums
+from foredraft.models.kernels.glue import turn_and_write
+from foredraft.models.kernels.numbers import (
+    F32,
+    LOG2E,
+    OPTIONS,
+    STEADY,
+    UINT,
+    exp2,
+    floats,
+    halves,
+    ints,
+    load,
+    to_half,
+)
+from foredraft.models.kernels.share import claimed, finish
+
+ROWS = 64  # of a product that are one unit
+HALF = WIDTH // 2
+_FAR = UINT(1) << UINT(40)
+
+
+@njit(fastmath=True, **OPTIONS)
+def normed_row(x: Any, weight: Any, width: Any, eps: Any, out: Any) -> None:
+    """One row of bfloat16 [width] under a norm of float32 weights, by address; out may be x."""
+    a, w, o = carray(halves(x), (width,)), carray(floats(weight), (width,)), carray(halves(out), (width,))
+    total = F32(0)
+    for i in range(width):
+        total += load(a[i]) * load(a[i])
+    scale = F32(1) / np.sqrt(total / F32(width) + F32(eps))
+    for i in range(width):
+        o[i] = to_half(load(a[i]) * scale * w[i])
+
+
+@njit(fastmath=STEADY, **OPTIONS)
+def _grown(x: Any, more: Any, width: Any) -> None:
+    """x += more, bfloat16 [width], by address."""
+    a, b = carray(halves(x), (width,)), carray(halves(more), (width,))
+    for i in range(width):
+        a[i] = to_half(load(a[i]) + load(b[i]))
+
+
+@njit(fastmath=STEADY, **OPTIONS)
+def _put(sums: Any, bias: Any, rows: Any, some: Any, out: Any, apart: Any) -> None:
+    """out = sums + bias, for `some` numbers of rows `apart` numbers from each other."""
+    s, b, o = carray(floats(sums), (_FAR,)), carray(floats(bias), (_FAR,)), carray(halves(out), (_FAR,))
+    for row in range(rows):
+        for i in range(some):
+            o[row * apart + i] = to_half(s[row * UINT(WIDTH) + i] + b[i])
+
+
+@njit(fastmath=STEADY, **OPTIONS)
+def _put_more(sums: Any, bias: Any, rows: Any, some: Any, out: Any, apart: Any) -> None:
+    """out += sums + bias, likewise; what is added is rounded first."""
+    s, b, o = carray(floats(sums), (_FAR,)), carray(floats(bias), (_FAR,)), carray(halves(out), (_FAR,))
+    for row in range(rows):
+        for i in range(some):
+            more = load(to_half(s[row * UINT(WIDTH) + i] + b[i]))
+            o[row * apart + i] = to_half(load(o[row * apart + i]) + more)
+
+
+@njit(fastmath=STEADY, **OPTIONS)
+def _put_floats(sums: Any, bias: Any, rows: Any, some: Any, out: Any, apart: Any) -> None:
+    """out = sums + bias in float32, likewise."""
+    s, b, o = carray(floats(sums), (_FAR,)), carray(floats(bias), (_FAR,)), carray(floats(out), (_FAR,))
+    for row in range(rows):
+        for i in range(some):
+            o[row * apart + i] = s[row * UINT(WIDTH) + i] + b[i]
+
+
+@njit(fastmath=STEADY, **OPTIONS)
+def _put_gated(sums: Any, bias: Any, rows: Any, some: Any, out: Any, apart: Any, gelu: Any) -> None:
+    """out = activation(gate) * up, the gate in the first half of a tile, for `some` numbers of either."""
+    s, b, o = carray(floats(sums), (_FAR,)), carray(floats(bias), (_FAR,)), carray(halves(out), (_FAR,))
+    for row in range(rows):
+        base = row * UINT(WIDTH)
+        if gelu:
+            for i in range(some):
+                gate = load(to_half(s[base + i] + b[i]))
+                up = load(to_half(s[base + UINT(HALF) + i] + b[UINT(HALF) + i]))
+                inner = F32(2 * 0.7978845608028654) * (gate + F32(0.044715) * gate * gate * gate)
+                o[row * apart + i] = to_half(gate / (F32(1) + exp2(inner * F32(-LOG2E))) * up)
+        else:
+            for i in range(some):
+                gate = load(to_half(s[base + i] + b[i]))
+                up = load(to_half(s[base + UINT(HALF) + i] + b[UINT(HALF) + i]))
+                o[row * apart + i] = to_half(gate / (F32(1) + exp2(gate * F32(-LOG2E))) * up)
+
+
+PUT, PUT_MORE, PUT_FLOATS, PUT_SILU, PUT_GELU = range(5)  # what becomes of sums
+
+
+@njit(**OPTIONS)
+def product(
+    board: Any,
+    phase: Any,
+    x: Any,
+    rows: Any,
+    inputs: Any,
+    weights: Any,
+    bias: Any,
+    outputs: Any,
+    out: Any,
+    how: Any,
+    scratch: Any,
+) -> None:
+    """Of rows [rows, inputs] and tiles of weights this thread's share; out: [rows, outputs]."""
+    gated = how >= UINT(PUT_SILU)
+    width = UINT(HALF) if gated else UINT(WIDTH)
+    count, chunks = (outputs + width - UINT(1)) // width, (rows + UINT(ROWS - 1)) // UINT(ROWS)
+    done, units, apart = UINT(0), count * chunks, inputs * UINT(2)
+    while True:
+        unit = claimed(board, phase)
+        if unit >= units:
+            break
+        done += UINT(1)
+        tile, first = unit // chunks, unit % chunks * UINT(ROWS)
+        column, from_ = tile * width, bias + tile * UINT(4 * WIDTH)
+        some, last = min(width, outputs - column), min(rows, first + UINT(ROWS))
+        for row in range(first, last, UINT(AT_ONCE)):
+            few = min(UINT(AT_ONCE), last - row)
+            tile_sums(
+                x + row * apart,
+                apart,
+                few,
+                weights + tile * apart * UINT(WIDTH),
+                inputs // UINT(2),
+                scratch,
+            )
+            to = out + (row * outputs + column) * UINT(2)
+            if gated:
+                _put_gated(scratch, from_, few, some, to, outputs, how == UINT(PUT_GELU))
+            elif how == UINT(PUT):
+                _put(scratch, from_, few, some, to, outputs)
+            elif how == UINT(PUT_FLOATS):
+                _put_floats(scratch, from_, few, some, out + (row * outputs + column) * UINT(4), outputs)
+            else:
+                _put_more(scratch, from_, few, some, to, outputs)
+    finish(board, phase, done, units)
+
+
+@njit(**OPTIONS)
+def norms(
+    board: Any,
+    phase: Any,
+    x: Any,
+    more: Any,
+    after: Any,
+    weight: Any,
+    rows: Any,
+    hidden: Any,
+    eps: Any,
+    out: Any,
+    copy: Any,
+    of_out: Any,
+) -> None:
+    """This thread's share of: x += more under the norm `after`, if there is one; copy x; out = x under the
+    norm `weight`, or if `of_out` copy that.
+    """
+    done, size = UINT(0), hidden * UINT(2)
+    while True:
+        row = claimed(board, phase)
+        if row >= rows:
+            break
+        done += UINT(1)
+        at = row * size
+        if after:
+            normed_row(more + at, after, hidden, eps, more + at)
+            _grown(x + at, more + at, hidden)
+        normed_row(x + at, weight, hidden, eps, out + at)
+        if copy:
+            copied((out if of_out else x) + at, copy + at, hidden)
+    finish(board, phase, done, rows)
+
+
+@njit(**OPTIONS)
+def copied(source: Any, target: Any, width: Any) -> None:
+    a, b = carray(halves(source), (width,)), carray(halves(target), (width,))
+    for i in range(width):
+        b[i] = a[i]
+
+
+@njit(**OPTIONS)
+def turned(
+    board: Any,
+    phase: Any,
+    qkv: Any,
+    rows: Any,
+    angles: Any,
+    slots: Any,
+    cache: Any,
+    query_norm: Any,
+    key_norm: Any,
+    queries: Any,
+    kv: Any,
+    dim: Any,
+    eps: Any,
+) -> None:
+    """This thread's share of: queries and keys, under their norms if there are any, turned, and keys and
+    values written. angles: tables of cos and sin, by position, and each row's position; cache: keys, values.
+    """
+    columns, size, done = (queries + UINT(2) * kv) * dim, dim * UINT(2), UINT(0)
+    positions = carray(ints(angles[2]), (rows,))
+    while True:
+        row = claimed(board, phase)
+        if row >= rows:
+            break
+        done += UINT(1)
+        at, turn = qkv + row * columns * UINT(2), UINT(positions[row]) * size
+        if query_norm:
+            for head in range(queries + kv):
+                weight = query_norm if head < queries else key_norm
+                normed_row(at + head * size, weight, dim, eps, at + head * size)
+        cos, sin, slot = UINT(angles[0]) + turn, UINT(angles[1]) + turn, UINT(slots) + row * UINT(8)
+        turn_and_write(at, cos, sin, slot, cache[0], cache[1], 1, queries, kv, dim)
+    finish(board, phase, done, rows)
+
+
+@njit(**OPTIONS)
+def attended(
+    board: Any,
+    phase: Any,
+    qkv: Any,
+    cache: Any,
+    out: Any,
+    spans: Any,
+    seen: Any,
+    queries: Any,
+    kv: Any,
+    dim: Any,
+    scale: Any,
+    window: Any,
+    scratch: Any,
+) -> None:
+    """This thread's share of attention from the rows of so many spans. seen: where these are, slots, prefix,
+    tail_at, tails, cap and most, as attend has them.
+    """
+    columns, done, units = (queries + UINT(2) * kv) * dim, UINT(0), spans * kv
+    own = scratch + UINT(4 * AT_ONCE * WIDTH)
+    while True:
+        unit = claimed(board, phase)
+        if unit >= units:
+            break
+        done += UINT(1)
+        span, head = UINT(seen[0]) + unit // kv * UINT(32), unit % kv
+        attend(
+            qkv,
+            columns,
+            dim,
+            cache[0],
+            cache[1],
+            out,
+            span,
+            1,
+            seen[1],
+            seen[2],
+            seen[3],
+            seen[4],
+            queries,
+            kv,
+            head,
+            head + UINT(1),
+            dim,
+            dim,
+            scale,
+            window,
+            own,
+            seen[5],
+            seen[6],
+        )
+    finish(board, phase, done, units)
+
+
+def own_bytes(attending: int) -> int:
+    """Return how many bytes a thread works in; attending: what attend works in, in numbers."""
+    return 4 * (AT_ONCE * WIDTH + attending)
