@@ -146,6 +146,9 @@ class AcceptanceBudget:
 
     def _draft_s(self, deepest: Deepest, count: int) -> float:
         """Seconds of drafts of so many nodes, by source: those of one method are made together."""
+        if len(deepest) == 1:  # nearly always
+            ((source, nodes),) = deepest.items()
+            return self._level(source.method, count) * self._of(source).levels_of(nodes)
         levels: dict[str, float] = {}
         for source, nodes in deepest.items():
             its = self._of(source).levels_of(nodes)

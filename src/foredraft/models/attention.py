@@ -122,16 +122,6 @@ class Attend:
         if quickly and self._few:
             assert self.few is not None
             self.few.attend(query, keys, values, out, head.scale, head.window)
-        self._attend_groups(layer, groups, query, head, out)
-        return out
-
-    def attend_many(self, layer: int, query: Tensor, head: Head, out: Tensor) -> None:
-        """Write what the sequences of many rows see, whose keys and values are written, into out [rows,
-        heads, value_dim]. query: [heads, rows, dim].
-        """
-        self._attend_groups(layer, self.groups, query, head, out)
-
-    def _attend_groups(self, layer: int, groups: Seq[_Group], query: Tensor, head: Head, out: Tensor) -> None:
         for group in groups:
             found = self._attend(layer, group, query, head)
             if group.target_rows is None:
@@ -139,6 +129,7 @@ class Attend:
             else:
                 flat = found.flatten(0, 1)
                 out[group.target_rows] = flat if group.valid is None else flat[group.valid]
+        return out
 
     def _attend(self, layer: int, group: _Group, query: Tensor, head: Head) -> Tensor:
         """Return [spans, rows, heads, value_dim]."""

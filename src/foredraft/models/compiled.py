@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Batch
+from foredraft.engine.kv import KVCache
 from foredraft.engine.protocols import ForwardOut
 from foredraft.models import kernels, threads
-from foredraft.models.attention import Attend
 from foredraft.models.fused import (
     KINDS,
     FusedGemma,
@@ -27,7 +27,9 @@ from foredraft.models.fused import (
     trial,
 )
 from foredraft.models.hf_causal import HFCausal
+from foredraft.models.rows import FewRows, parts
 from foredraft.models.tiles import Tiles
+from foredraft.sampling import widen
 
 
 class CompiledCausal(HFCausal):
@@ -79,44 +81,39 @@ class CompiledCausal(HFCausal):
         yield tiles.bias(down)
         yield tiles.norm(layer.post_feedforward_layernorm if gemma else None)
 
-    def _run(self, batch: Batch, attend: Any, hidden_layers: tuple[int, ...]) -> ForwardOut:
-        assert isinstance(attend, Attend)
-        assert attend.few is not None
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: KVCache, hidden_layers: tuple[int, ...] = ()) -> ForwardOut:
+        """See HFCausal.forward."""
         rows, outputs, layers = len(batch.token_ids), len(batch.logit_rows), len(self._layers)
-        (hidden, inner, queries, kv, dim), vocab = self._shape, self._outputs
+        (hidden, inner, queries, keys, dim), vocab = self._shape, self._outputs
         x = self.embedding(batch.token_ids)
         tables = [angles(batch.positions) for angles in self._angles]
         wanted = [layer % (layers + 1) for layer in hidden_layers]
         states = {layer: torch.empty_like(x) for layer in wanted}
         copies = np.array([states[i].data_ptr() if i in states else 0 for i in range(layers + 1)], np.int64)
-        qkv, attended = x.new_empty(rows, queries + 2 * kv, dim), x.new_empty(rows, queries, dim)
+        qkv, attended = x.new_empty(rows, queries + 2 * keys, dim), x.new_empty(rows, queries, dim)
         normed, gated, more = torch.empty_like(x), x.new_empty(rows, inner), torch.empty_like(x)
         gathered, logits = x.new_empty(outputs, hidden), x.new_empty(outputs, vocab)
         phases = layers * kernels.PHASES + kernels.ENDING
         board = np.zeros(phases * kernels.PHASE_BYTES // 8, np.int64)
         buffers = (x, normed, qkv, attended, gated, more, batch.logit_rows, gathered, logits)
-        seen, attending = attend.few.told(queries, kv, dim)
-        size = kernels.own_bytes(attending)
+        few = FewRows(batch.spans, [part for span in batch.spans for part in parts(span)], rows)
+        seen, attending = few.told(queries, keys, dim)
         told = (
             self._layers,
-            attend.kv.addresses,
+            kv.addresses,
             np.array([[part.data_ptr() for part in table] for table in tables], np.int64),
             copies,
             self._ending,
-            np.array((rows, *self._shape, vocab, outputs, self._gelu, *attend.few.places), np.int64),
+            np.array((rows, *self._shape, vocab, outputs, self._gelu, *few.places), np.int64),
             np.array((board.ctypes.data, *(part.data_ptr() for part in buffers)), np.int64),
             np.array(seen, np.int64),
             self._eps,
             self._scale,
         )
-        begin = 0
-        if attend.groups:
-            for layer in range(layers):
-                end = layer * kernels.PHASES + kernels.ATTEND + 1
-                threads.share(kernels.run_layers, (begin, end, *told), size)
-                attend.attend_many(layer, qkv[:, :queries].transpose(0, 1), self.heads[layer], attended)
-                begin = end
-        threads.share(kernels.run_layers, (begin, phases, *told), size)
+        threads.share(kernels.run_layers, told, kernels.own_bytes(attending))
+        if self.token_ids is not None:
+            logits = widen(logits, self.token_ids, self.vocab_size)
         return ForwardOut(logits, tuple(states[layer] for layer in wanted))
 
 

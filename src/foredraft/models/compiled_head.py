@@ -18,6 +18,7 @@ from foredraft.models import kernels, threads
 from foredraft.models.attention import Attend, quick
 from foredraft.models.fused import KnownAngles, Rotary
 from foredraft.models.heads import EagleLayer
+from foredraft.models.rows import slots_of
 from foredraft.models.tiles import Tiles
 
 Ints = NDArray[np.int64]
@@ -117,7 +118,10 @@ class CompiledEagle:
         rows = max(first, kernels.BEST * grown)
         told, state = np.zeros((7, rows + 1), np.int64), np.zeros((_STATES, 3), np.int64)
         told[0, :first] = [token for tree in begun for token in tree.tokens]
-        slots, spans = np.concatenate([_slots(tree) for tree in begun]), np.zeros((grown, 4), np.int64)
+        slots, spans = (
+            np.concatenate([slots_of(tree.table) for tree in begun]),
+            np.zeros((grown, 4), np.int64),
+        )
         kernels.lay_out_first(trees.seqs, slots, told, spans, state[0])
         tails = np.zeros(rows * kernels.LEVELS, np.int64)
         longest = max(tree.first + len(tree.tokens) + kernels.FED for tree in begun)
@@ -235,11 +239,6 @@ def can_compile_head(head: EagleLayer, embedding: Tensor) -> bool:
     config = head.config
     even = all(width % 2 == 0 for width in (config.hidden_size, config.intermediate_size))
     return quick(embedding) and even and config.head_dim % kernels.LEAST == 0
-
-
-def _slots(tree: Waiting) -> Ints:
-    """Return the slots of all positions of a sequence, int64 [capacity]."""
-    return (np.array(tree.table.blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
 
 
 def _angles(head: EagleLayer, positions: Tensor, dtype: torch.dtype) -> Rotary:

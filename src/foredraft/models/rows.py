@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.engine.batch import Span
-from foredraft.engine.kv import BLOCK, BlockPool
+from foredraft.engine.kv import BLOCK, BlockPool, BlockTable
 from foredraft.models import kernels, threads
 from foredraft.tree import path_to
 
@@ -21,6 +22,23 @@ Ints = NDArray[np.int64]
 # _LEAST_NS, as waking one takes a tenth of that.
 _KEY_NS, _QUERY_NS, _LEAST_NS = 38, 5, 300_000
 _SPAN_BYTES = 4 * 8
+MANY = 32  # rows of one part of a prompt
+
+
+def parts(span: Span) -> list[Span]:
+    """Part a span into some of few rows, which see no more than their last row does: a prompt's, then the
+    nodes of its draft.
+    """
+    if span.rows <= MANY:
+        return [span]
+    found = []
+    for first in range(0, span.pending, MANY):
+        rows, kv_len = min(MANY, span.pending - first), span.kv_len + first
+        found.append(replace(span, start=span.start + first, pending=rows, parents=(), kv_len=kv_len))
+    if span.parents:
+        start, kv_len = span.start + span.pending, span.kv_len + span.pending
+        found.append(replace(span, start=start, pending=0, kv_len=kv_len))
+    return found
 
 
 class FewRows:
@@ -39,10 +57,12 @@ class FewRows:
             _see(span, ends, tails)
         begins = np.zeros(rows + 1, np.int64)
         np.cumsum([len(tail) for tail in tails], out=begins[1:])
-        self.written = np.concatenate([slots_of(span)[span.first_slot :] for span in batch])
+        slots = {id(span.table): slots_of(span.table) for span in batch}
+        written = [slots[id(span.table)][span.first_slot : span.length] for span in batch]
+        self.written = np.concatenate(written)
         self.arrays: tuple[Ints, ...] = (
             np.array(shapes, np.int64),
-            np.concatenate([slots_of(span) for span in spans] or [self.written[:0]]),
+            np.concatenate([slots[id(span.table)][: span.length] for span in spans] or [self.written[:0]]),
             np.array(ends, np.int64),
             begins,
             np.array([column for tail in tails for column in tail], np.int64),
@@ -155,10 +175,9 @@ def _divided(costs: NDArray[Any], parts: int) -> list[int]:
     return sorted({0, *(int(cut) + 1 for cut in cuts), len(costs)})
 
 
-def slots_of(span: Span) -> Ints:
-    """Return the slots of all positions of a span, int64 [length]."""
-    blocks = np.array(span.table.blocks[: BlockPool.needed(span.length)], np.int64)
-    return (blocks[:, None] * BLOCK + np.arange(BLOCK)).ravel()[: span.length]
+def slots_of(table: BlockTable) -> Ints:
+    """Return the slots of all positions of a sequence, int64 [capacity]."""
+    return (np.array(table.blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
 
 
 def _see(span: Span, ends: list[int], tails: list[list[int]]) -> None:

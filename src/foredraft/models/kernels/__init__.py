@@ -26,13 +26,12 @@ from foredraft.models.kernels.head import (
     lay_out_first,
     run_head,
 )
-from foredraft.models.kernels.layers import ATTEND, ENDING, PHASES, run_layers
+from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
 from foredraft.models.kernels.numbers import LOG2E
 from foredraft.models.kernels.phases import own_bytes
 from foredraft.models.kernels.share import PHASE_BYTES
 
 __all__ = [
-    "ATTEND",
     "BEST",
     "CANDIDATES",
     "ENDING",

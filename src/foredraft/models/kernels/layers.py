@@ -26,7 +26,6 @@ from foredraft.models.kernels.phases import (
 from foredraft.models.kernels.share import claimed, finish
 
 PHASES, ENDING = 8, 3  # of a layer, and behind the last one
-ATTEND = 3  # the phase after which other rows may attend
 
 # What a layer is, by address where it is not a number.
 FIELDS = (
@@ -69,8 +68,6 @@ FIELDS = (
 
 @njit(**OPTIONS)
 def run_layers(
-    first: Any,
-    last: Any,
     layers: Any,
     caches: Any,
     angles: Any,
@@ -83,7 +80,7 @@ def run_layers(
     scale: Any,
     scratch: Any,
 ) -> None:
-    """Do a thread's share of the phases first … last - 1.
+    """Do a thread's share of a pass.
 
     layers: int64 [layers, FIELDS]; a norm is float32, a bias float32 of whole tiles, the others tiles; a norm
     that is 0 there is not done. caches: int64 [layers, 2], keys and values. angles: int64 [kinds, 3], as
@@ -103,7 +100,7 @@ def run_layers(
     columns, two = (queries + UINT(2) * kv) * dim, UINT(2)
     wanted = carray(ints(work[7]), (outputs,))
     own, written, spans, count = UINT(scratch), UINT(sizes[9]), UINT(sizes[10]), UINT(len(layers))
-    for phase in range(UINT(first), UINT(last)):
+    for phase in range(count * UINT(PHASES) + UINT(ENDING)):
         index, step = phase // UINT(PHASES), phase % UINT(PHASES)
         if index == count:
             if step == UINT(0):
@@ -146,7 +143,7 @@ def run_layers(
             turned(
                 board, phase, qkv, rows, angle, written, cache, query_norm, key_norm, queries, kv, dim, eps
             )
-        elif step == UINT(ATTEND):
+        elif step == UINT(3):
             window, cache = layer[_WINDOW], caches[index]
             attended(board, phase, qkv, cache, attending, spans, seen, queries, kv, dim, scale, window, own)
         elif step == UINT(5):
