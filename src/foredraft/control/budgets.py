@@ -9,7 +9,7 @@ from itertools import accumulate
 from math import inf
 
 from foredraft.control.acceptance import Acceptance, Request
-from foredraft.control.cost import PassCosts
+from foredraft.control.cost import DraftCosts, PassCosts
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.tree import depths
@@ -57,7 +57,7 @@ class AcceptanceBudget:
         self.costs = PassCosts.guess() if costs is None else costs
         self._acceptances: dict[Source, Acceptance] = {}
         self._requests: dict[str, Request] = {}
-        self._level_s: dict[str, dict[int, float]] = {}  # of a method, by sequences.bit_length()
+        self._drafts: dict[str, dict[int, DraftCosts]] = {}  # of a method, by sequences.bit_length()
         self._other_s = 0.0
         self._allowance_s = 0.0  # what probes may take now
 
@@ -110,7 +110,7 @@ class AcceptanceBudget:
         self._time(times, count)
         if len(levels_of) == 1:
             ((method, deepest),) = levels_of.items()
-            self._time_draft(method, count, times.draft_s / deepest, steady)
+            self._time_draft(method, count, deepest, times.draft_s, steady)
 
     def forget(self, request_id: str) -> None:
         """Drop what was learnt of a request."""
@@ -148,12 +148,12 @@ class AcceptanceBudget:
         """Seconds of drafts of so many nodes, by source: those of one method are made together."""
         if len(deepest) == 1:  # nearly always
             ((source, nodes),) = deepest.items()
-            return self._level(source.method, count) * self._of(source).levels_of(nodes)
+            return self._method_s(source.method, count, self._of(source).levels_of(nodes))
         levels: dict[str, float] = {}
         for source, nodes in deepest.items():
             its = self._of(source).levels_of(nodes)
             levels[source.method] = max(its, levels.get(source.method, 0.0))
-        return sum(self._level(method, count) * its for method, its in levels.items())
+        return sum(self._method_s(method, count, its) for method, its in levels.items())
 
     def _time(self, times: StepTimes, count: int) -> None:
         if not self.costs.known:
@@ -163,20 +163,20 @@ class AcceptanceBudget:
         self._other_s += _LEARN * (times.other_s - self._other_s)
         self._allowance_s += _PROBES * (times.draft_s + times.target_s + times.other_s)
 
-    def _time_draft(self, method: str, count: int, level_s: float, steady: bool) -> None:
-        known, size = self._level_s.setdefault(method, {}), count.bit_length()
+    def _time_draft(self, method: str, count: int, levels: int, seconds: float, steady: bool) -> None:
+        known, size = self._drafts.setdefault(method, {}), count.bit_length()
         if size not in known and steady:
-            known[size] = level_s
-        elif size in known and (steady or level_s < known[size]):
-            known[size] += _LEARN * (level_s - known[size])
+            known[size] = DraftCosts(levels, seconds)
+        elif size in known and (steady or seconds < known[size].seconds(levels)):
+            known[size].observe(levels, seconds)
 
-    def _level(self, method: str, count: int) -> float:
-        """Seconds of one draft level for so many sequences."""
-        known = self._level_s.get(method)
-        if not known:
+    def _method_s(self, method: str, count: int, levels: float) -> float:
+        """Seconds of drafts of so many levels for so many sequences."""
+        known = self._drafts.get(method)
+        if not known or not levels:
             return 0.0
         size = count.bit_length()
-        return known[min(known, key=lambda other: abs(other - size))]
+        return known[min(known, key=lambda other: abs(other - size))].seconds(levels)
 
     def _probe(
         self,

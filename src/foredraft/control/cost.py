@@ -32,7 +32,11 @@ _REPEATS = 4
 _PATIENCE_S = 4.0  # measuring stops here; what is missing is drawn on in a line
 _KEPT_S = 0.5  # what is measured sooner leaves no file
 _DRIFT, _POINT = 0.1, 0.02  # how far one pass moves the whole table, and the nearest point in it
-_ODD = 1.5  # a pass this many times off teaches no more than one this far off
+_ODD = 1.5  # a pass or draft this many times off teaches no more than one this far off
+_LEARN, _ASSUMED = (
+    0.1,
+    0.1,
+)  # weight of the newest draft; of what is assumed of a level, as a variance of levels
 _GUESS = {1: 1.0, 4: 1.03, 8: 1.1, 16: 1.35, 32: 1.9, 128: 5.0}  # SmolLM2 on two cores, in passes of one row
 
 
@@ -77,6 +81,32 @@ class PassCosts:
 
     def _shape(self, rows: int, seqs: int) -> float:
         return on_line(self.rows, self.points, rows) + self.seq_s * (seqs - 1)
+
+
+class DraftCosts:
+    """Seconds of drafts of some levels: what any draft takes and what a level adds, by a line through those
+    seen. Until these were of several depths, all of it is thought to grow with the levels.
+    """
+
+    def __init__(self, levels: float, seconds: float) -> None:
+        self._levels, self._seconds = levels, seconds  # running means
+        self._spread = self._together = 0.0  # running variance of levels, covariance with seconds
+
+    def seconds(self, levels: float) -> float:
+        """Return what a draft of so many levels takes."""
+        whole = self._seconds / self._levels
+        slope = (self._together + _ASSUMED * whole) / (self._spread + _ASSUMED)
+        return max(0.0, self._seconds + min(max(slope, 0.0), whole) * (levels - self._levels))
+
+    def observe(self, levels: float, seconds: float) -> None:
+        """Learn from one draft."""
+        known = self.seconds(levels)
+        seconds = min(max(seconds, known / _ODD), known * _ODD)
+        more, longer = levels - self._levels, seconds - self._seconds
+        self._levels += _LEARN * more
+        self._seconds += _LEARN * longer
+        self._spread = (1 - _LEARN) * (self._spread + _LEARN * more * more)
+        self._together = (1 - _LEARN) * (self._together + _LEARN * more * longer)
 
 
 def on_line(rows: Seq[int], points: Seq[float], at: float) -> float:
