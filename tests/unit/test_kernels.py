@@ -10,7 +10,7 @@ from torch import Tensor
 
 from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import BLOCK, BlockTable, KVCache, LayerShape
-from foredraft.models import rows as few_rows
+from foredraft.models import rows as laid_out
 from foredraft.models.attention import Attend, Head
 from foredraft.models.fused import Norm, Rotary, added, swiglu
 from foredraft.types import NO_DRAFT, Draft, chain
@@ -57,12 +57,13 @@ class Texts:
     def attend(self, feeds: list[Feed], head: Head = Head()) -> tuple[Tensor, ...]:  # noqa: B008
         """Attend from random rows; return them [rows, heads, dim] and what came out."""
         batch = make_batch(feeds)
-        kv_heads, dim = self.kv.values[0].shape[1:]
+        shape = self.kv.shapes[0]
+        kv_heads, dim = shape.heads, shape.value_dim
         rows = len(batch.token_ids)
         query = bf16(rows, kv_heads * self.share, dim, seed=4)
         key, value = bf16(rows, kv_heads, dim, seed=5), bf16(rows, kv_heads, dim, seed=6)
         attend = Attend(batch, self.kv, torch.device("cpu"), torch.bfloat16)
-        assert attend.few is not None
+        assert attend.rows is not None
         found = attend(0, *(part.transpose(0, 1) for part in (query, key, value)), head)
         return query, key, value, found
 
@@ -97,7 +98,7 @@ def wanted(texts: Texts, feeds: list[Feed], query: Tensor, head: Head) -> Tensor
 def test_attention_is_attention(
     kv_heads: int, share: int, dim: int, head: Head, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_rows, "_LEAST_NS", 0)
+    monkeypatch.setattr(laid_out, "_ALONE", 0)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     texts = Texts([700, 3, 45, 511], kv_heads, dim, share)  # more than the keys held at a time
     for feeds in (texts.feeds([TREE, (), (-1, 0, 1), TREE[:4]]), texts.feeds([TREE, (), (), ()])[:1]):

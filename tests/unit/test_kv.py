@@ -48,8 +48,8 @@ def test_growing_beside_a_neighbour_stays_one_run() -> None:
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_move_reads_before_it_writes(turned: bool) -> None:
-    kv = KVCache([LayerShape(2, 3, 4)] * 2, 3 * BLOCK, dtype=torch.float32, turned=turned)
-    key, value = torch.randn(2, 5, 2, 3), torch.randn(2, 5, 2, 4)
+    kv = KVCache([LayerShape(2, 6, 4)] * 2, 3 * BLOCK, dtype=torch.float32, turned=turned)
+    key, value = torch.randn(2, 5, 2, 6), torch.randn(2, 5, 2, 4)
     places = torch.tensor([1, BLOCK + 3, 4, 2 * BLOCK, 5])
     for layer in range(2):
         kv.write(layer, places, key[layer], value[layer])

@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -199,7 +200,8 @@ class KVCache:
     """Keys [slots, heads, key_dim] and values [slots, heads, value_dim] of every layer.
 
     Block `padding`, the last, is in no pool: what padding rows write goes there. turned: keys are [blocks,
-    heads, key_dim, BLOCK] instead, so that a query meets all keys of a block at once (models/kernels).
+    heads, key_dim / 2, BLOCK, 2] instead and values [blocks, heads, BLOCK / 2, value_dim, 2], so that a query
+    meets all keys of a block at once and values are mixed by pairs (models/kernels).
     """
 
     def __init__(
@@ -211,22 +213,26 @@ class KVCache:
         device: torch.device | str = "cpu",
         turned: bool = False,
     ) -> None:
-        self.turned = turned
+        self.turned, self.shapes = turned, tuple(layers)
         blocks = BlockPool.needed(tokens)
         size = sum(layer.bytes_per_token(dtype) for layer in layers) * blocks * BLOCK
+        self._alike: list[tuple[Tensor, Tensor]] = []  # keys and values of all layers of one shape
+        held = {}
         try:
-            self.keys = [self._empty(blocks + 1, s.heads, s.key_dim, dtype, device) for s in layers]
-            self.values = [self._empty(blocks + 1, s.heads, s.value_dim, dtype, device) for s in layers]
+            for shape in dict.fromkeys(layers):
+                places = (self.shapes.count(shape), blocks + 1)
+                keys, values = (_empty((*places, *rest), dtype, device) for rest in _layouts(shape, turned))
+                self._alike.append((keys, values))
+                held[shape] = zip(keys, values, strict=True)
         except (RuntimeError, MemoryError) as error:
             raise CapacityError(
                 f"a KV cache of {tokens} tokens needs {size / 2**30:.2f} GiB on {device}, "
                 "which could not be had: lower max_seqs or max_len"
             ) from error
-        if turned:
-            self.keys = [
-                store.view(blocks + 1, s.heads, s.key_dim, BLOCK)
-                for store, s in zip(self.keys, layers, strict=True)
-            ]
+        pairs = [next(held[shape]) for shape in layers]
+        if not turned:
+            pairs = [(keys.flatten(0, 1), values.flatten(0, 1)) for keys, values in pairs]
+        self.keys, self.values = [keys for keys, _ in pairs], [values for _, values in pairs]
         self.pool, self.padding = BlockPool(blocks), blocks
         self.device = torch.device(device)
 
@@ -236,46 +242,64 @@ class KVCache:
         pairs = zip(self.keys, self.values, strict=True)
         return np.array([[part.data_ptr() for part in pair] for pair in pairs], np.int64)
 
-    @staticmethod
-    def _empty(blocks: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> Tensor:
-        # Zeros, because slots that hold nothing yet are read, masked, beside others: NaN would show through.
-        shape = (blocks * BLOCK, heads, dim)
-        if torch.device(device).type != "cpu":
-            return torch.zeros(shape, dtype=dtype, device=device)
-        # Unlike torch.zeros, numpy takes pages that the system zeroes when they are first used.
-        store = np.zeros(blocks * BLOCK * heads * dim * dtype.itemsize, dtype=np.uint8)
-        return torch.from_numpy(store).view(dtype).view(shape)
-
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to slots `target` (int64 [n] each) in every layer."""
         source, target = source.to(self.device), target.to(self.device)
-        for store in (*self.keys, *self.values):
-            store[_places(store, target)] = store[_places(store, source)]
+        for keys, values in self._alike:
+            for store, places in ((keys, self._key_places), (values, self._value_places)):
+                store[(slice(None), *places(target))] = store[(slice(None), *places(source))]
 
     def write(self, layer: int, slots: slice | Tensor, key: Tensor, value: Tensor) -> None:
         """Write key [n, heads, key_dim] and value [n, heads, value_dim] to slots, int64 [n] or, if keys are
         not turned, a slice.
         """
-        for store, new in ((self.keys[layer], key), (self.values[layer], value)):
-            store[_places(store, slots)] = new
+        if not self.turned:
+            self.keys[layer][slots], self.values[layer][slots] = key, value
+            return
+        assert isinstance(slots, Tensor)
+        self.keys[layer][self._key_places(slots)] = key.reshape(*key.shape[:-1], -1, 2)
+        self.values[layer][self._value_places(slots)] = value
 
     def read_blocks(self, layer: int, blocks: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [positions, heads, key_dim] and values [positions, heads, value_dim] of whole blocks, a
         slice or int64 [n]: views where they are a slice of slots.
         """
-        return blocks_of(self.keys[layer], blocks), blocks_of(self.values[layer], blocks)
+        keys, values = self.keys[layer], self.values[layer]
+        if not self.turned:
+            return blocks_of(keys, blocks), blocks_of(values, blocks)
+        return (
+            keys[blocks].permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1),
+            values[blocks].permute(0, 2, 4, 1, 3).flatten(0, 2),
+        )
+
+    def _key_places(self, slots: Tensor) -> tuple[Any, ...]:
+        if self.turned:
+            return (slots // BLOCK, slice(None), slice(None), slots % BLOCK)
+        return (slots // BLOCK, slots % BLOCK)
+
+    def _value_places(self, slots: Tensor) -> tuple[Any, ...]:
+        if self.turned:
+            return (slots // BLOCK, slice(None), slots % BLOCK // 2, slice(None), slots % 2)
+        return (slots // BLOCK, slots % BLOCK)
 
 
-def _places(store: Tensor, slots: slice | Tensor) -> Any:
-    """Return what indexes slots in a store, [n, heads, dim]."""
-    if store.dim() == 3:
-        return slots
-    assert isinstance(slots, Tensor)
-    return (slots // BLOCK, slice(None), slice(None), slots % BLOCK)
+def _layouts(shape: LayerShape, turned: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return how one block of keys and one of values are laid out."""
+    if turned:
+        return (shape.heads, shape.key_dim // 2, BLOCK, 2), (shape.heads, BLOCK // 2, shape.value_dim, 2)
+    return (BLOCK, shape.heads, shape.key_dim), (BLOCK, shape.heads, shape.value_dim)
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    # Zeros, because slots that hold nothing yet are read, masked, beside others: NaN would show through.
+    if torch.device(device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    # Unlike torch.zeros, numpy takes pages that the system zeroes when they are first used.
+    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def blocks_of(store: Tensor, blocks: slice | Tensor) -> Tensor:
-    """Return whole blocks of a store of a KVCache, [positions, heads, dim]."""
-    by_block = store if store.dim() == 4 else store.view(-1, BLOCK, *store.shape[1:])
+    """Return whole blocks of a store [slots, heads, dim] of a KVCache, [positions, heads, dim]."""
+    by_block = store.view(-1, BLOCK, *store.shape[1:])
     found = by_block[blocks] if isinstance(blocks, slice) else by_block.index_select(0, blocks)
-    return (found if store.dim() == 3 else found.permute(0, 3, 1, 2)).flatten(0, 1)
+    return found.flatten(0, 1)

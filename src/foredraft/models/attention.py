@@ -21,7 +21,7 @@ from torch import Tensor
 from foredraft.engine.batch import Batch, Span
 from foredraft.engine.kv import BlockPool, KVCache
 from foredraft.models import kernels
-from foredraft.models.rows import FewRows
+from foredraft.models.rows import NODES, TOKENS, Rows
 from foredraft.tree import ancestor_mask, depths
 
 FEW_ROWS = 32  # spans up to this size are padded together; grouped heads are folded into rows up to it
@@ -65,21 +65,22 @@ def quick(x: Tensor) -> bool:
 class Attend:
     """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it.
 
-    few: what the kernels do, of sequences with a few rows; groups: the rest.
+    rows: where all rows are written, and what the kernels attend to, of sequences with few; groups: the rest.
     """
 
     def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
         self._spans = batch.spans
-        parts = [part for span in batch.spans for part in (_parts(span) if kv.turned else [span])]
-        self._few = [span for span in parts if span.rows <= FEW_ROWS]
-        self.groups = [self._group([span]) for span in parts if span.rows > FEW_ROWS]
-        self.few = FewRows(batch.spans, self._few, len(batch.token_ids)) if kv.turned else None
+        parts = [_parts(span) if kv.turned else [span] for span in batch.spans]
+        every = [part for some in parts for part in some]
+        self._few = [span for span in every if span.rows <= FEW_ROWS]
+        self.groups = [self._group([span]) for span in every if span.rows > FEW_ROWS]
+        self.rows = Rows(batch.spans, [_few(some) for some in parts]) if kv.turned else None
 
     @cached_property
     def _written(self) -> slice | Tensor:
-        """Where the rows go, for who writes by torch: the fused layers write by FewRows."""
+        """Where the rows go, for who writes by torch: the fused layers write by a kernel."""
         if len(self._spans) == 1 and not self.kv.turned:
             (span,) = self._spans
             found = span.table.slots(span.first_slot, span.length)
@@ -97,31 +98,41 @@ class Attend:
         return self._read(layer, query, head)
 
     def turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, head: Head) -> Tensor:
-        """The same where `few` is: turns queries and keys by their angles, in place, before it writes.
+        """The same where `rows` is: turns queries and keys by their angles, in place, before it writes.
 
         qkv: [at least rows, heads + 2 * kv_heads, dim]; cos, sin: [rows, 1, dim], the first half of sin
         negated. Returns [as qkv, heads, dim], zeros beyond the rows.
         """
-        assert self.few is not None
-        keys, values = self.kv.keys[layer], self.kv.values[layer]
-        rows, queries = len(cos), qkv.shape[1] - 2 * values.shape[1]
-        self.few.turn_and_write(qkv, cos, sin, keys, values)
+        assert self.rows is not None
+        shape, rows = self.kv.shapes[layer], len(cos)
+        queries = qkv.shape[1] - 2 * shape.heads
+        kernels.turn_and_write(
+            qkv.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            self.rows.written.ctypes.data,
+            *self.kv.addresses[layer],
+            rows,
+            queries,
+            shape.heads,
+            shape.key_dim,
+        )
         out = qkv.new_empty(len(qkv), queries, qkv.shape[2])
         out[rows:] = 0
         return self._read(layer, qkv[:rows, :queries].transpose(0, 1), head, out)
 
     def _read(self, layer: int, query: Tensor, head: Head, out: Tensor | None = None) -> Tensor:
         """query: [heads, rows, dim]. Returns [rows, heads, value_dim], in `out` if there is one."""
-        keys, values = self.kv.keys[layer], self.kv.values[layer]
-        quickly = self.few is not None and head.softcap is None and values.shape[-1] % kernels.LEAST == 0
+        shape = self.kv.shapes[layer]
+        quickly = self.rows is not None and head.softcap is None and shape.value_dim % kernels.LEAST == 0
         groups = self.groups if quickly else self._every_group
         if out is None:
             if len(groups) == 1 and not quickly and groups[0].target_rows is None:
                 return self._attend(layer, groups[0], query, head)[0]
-            out = query.new_empty(query.shape[1], query.shape[0], values.shape[-1])
+            out = query.new_empty(query.shape[1], query.shape[0], shape.value_dim)
         if quickly and self._few:
-            assert self.few is not None
-            self.few.attend(query, keys, values, out, head.scale, head.window)
+            assert self.rows is not None
+            self.rows.attend(query, self.kv.addresses[layer], shape, out, head.scale, head.window)
         for group in groups:
             found = self._attend(layer, group, query, head)
             if group.target_rows is None:
@@ -198,6 +209,13 @@ def _parts(span: Span) -> list[Span]:
         return [span]
     start, kv_len = span.start + span.pending, span.kv_len + span.pending
     return [replace(span, parents=()), replace(span, start=start, pending=0, kv_len=kv_len)]
+
+
+def _few(parts: Seq[Span]) -> int:
+    """Return which rows of a span, parted so, are few."""
+    if len(parts) == 2:
+        return NODES if parts[1].rows <= FEW_ROWS else 0
+    return TOKENS | NODES if parts[0].rows <= FEW_ROWS else 0
 
 
 def alike(spans: Seq[Span]) -> list[list[Span]]:

@@ -27,7 +27,7 @@ from foredraft.models.fused import (
     trial,
 )
 from foredraft.models.hf_causal import HFCausal
-from foredraft.models.rows import FewRows, parts
+from foredraft.models.rows import NODES, TOKENS, Rows
 from foredraft.models.tiles import Tiles
 from foredraft.sampling import widen
 
@@ -56,9 +56,8 @@ class CompiledCausal(HFCausal):
             described.append([*self._described(layer, tiles), how.window or 0, kinds.index(_kind(layer))])
             layer.to("meta")  # its weights are freed before the next layer's are laid out
         self._layers = np.array(described, np.int64)
-        self._ending = np.array(
-            [tiles.norm(inner.norm), tiles.product(head.weight), tiles.bias([head])], np.int64
-        )
+        ending = (tiles.norm(inner.norm), tiles.product(head.weight), tiles.bias([head]))
+        self._ending = np.array(ending, np.int64)
         self._tiles, self.model = tiles, None
 
     def _described(self, layer: Any, tiles: Tiles) -> Iterator[int]:
@@ -89,29 +88,35 @@ class CompiledCausal(HFCausal):
         x = self.embedding(batch.token_ids)
         tables = [angles(batch.positions) for angles in self._angles]
         wanted = [layer % (layers + 1) for layer in hidden_layers]
-        states = {layer: torch.empty_like(x) for layer in wanted}
-        copies = np.array([states[i].data_ptr() if i in states else 0 for i in range(layers + 1)], np.int64)
-        qkv, attended = x.new_empty(rows, queries + 2 * keys, dim), x.new_empty(rows, queries, dim)
-        normed, gated, more = torch.empty_like(x), x.new_empty(rows, inner), torch.empty_like(x)
-        gathered, logits = x.new_empty(outputs, hidden), x.new_empty(outputs, vocab)
+        states, copies = {layer: torch.empty_like(x) for layer in wanted}, np.zeros(layers + 1, np.int64)
+        for layer, state in states.items():
+            copies[layer] = state.data_ptr()
+        # What the passes work in: normed, qkv, attended, gated, what is added to x, and the wanted rows.
+        widths = (hidden, (queries + 2 * keys) * dim, queries * dim, inner, hidden)
+        parts = np.array([0, *(rows * width for width in widths)], np.int64).cumsum()
+        room = x.new_empty(int(parts[-1]) + outputs * hidden)
+        normed, qkv, attended, gated, more, gathered = room.data_ptr() + x.itemsize * parts
+        logits = x.new_empty(outputs, vocab)
         phases = layers * kernels.PHASES + kernels.ENDING
         board = np.zeros(phases * kernels.PHASE_BYTES // 8, np.int64)
-        buffers = (x, normed, qkv, attended, gated, more, batch.logit_rows, gathered, logits)
-        few = FewRows(batch.spans, [part for span in batch.spans for part in parts(span)], rows)
-        seen, attending = few.told(queries, keys, dim)
+        work = (board.ctypes.data, x.data_ptr(), normed, qkv, attended, gated, more)
+        ending = (batch.logit_rows.data_ptr(), gathered, logits.data_ptr())
+        sight = Rows(batch.spans, [TOKENS | NODES] * len(batch.spans))
+        seen, size = sight.told(queries, keys, dim, dim)
+        sizes = (rows, *self._shape, vocab, outputs, self._gelu, sight.written.ctypes.data, sight.count)
         told = (
             self._layers,
             kv.addresses,
             np.array([[part.data_ptr() for part in table] for table in tables], np.int64),
             copies,
             self._ending,
-            np.array((rows, *self._shape, vocab, outputs, self._gelu, *few.places), np.int64),
-            np.array((board.ctypes.data, *(part.data_ptr() for part in buffers)), np.int64),
+            np.array(sizes, np.int64),
+            np.array((*work, *ending), np.int64),
             np.array(seen, np.int64),
             self._eps,
             self._scale,
         )
-        threads.share(kernels.run_layers, told, kernels.own_bytes(attending))
+        threads.share(kernels.run_layers, told, size)
         if self.token_ids is not None:
             logits = widen(logits, self.token_ids, self.vocab_size)
         return ForwardOut(logits, tuple(states[layer] for layer in wanted))

@@ -18,7 +18,6 @@ from foredraft.models import kernels, threads
 from foredraft.models.attention import Attend, quick
 from foredraft.models.fused import KnownAngles, Rotary
 from foredraft.models.heads import EagleLayer
-from foredraft.models.rows import slots_of
 from foredraft.models.tiles import Tiles
 
 Ints = NDArray[np.int64]
@@ -95,16 +94,17 @@ class CompiledEagle:
         """Run one level over a batch; features: [rows, hidden]. Returns, of its logit rows, the features of
         the next positions [outputs, hidden] and the logits after them, float32 [outputs, draft vocab].
         """
-        assert attend.few is not None
+        sight = attend.rows
+        assert sight is not None
         rows, wanted, x = len(features), batch.logit_rows.numpy(), features.clone()
         told = np.zeros((7, rows + 1), np.int64)
         told[0, :rows], told[1, :rows] = batch.token_ids.numpy(), batch.positions.numpy()
-        told[2, :rows], told[6, : len(wanted)] = attend.few.written, wanted
-        spans, slots, ends, tail_at, tails = attend.few.arrays
-        told[3, :rows], told[4] = ends, tail_at
+        told[2], told[3], told[4], told[6, : len(wanted)] = sight.written, sight.prefix, sight.tail_at, wanted
         state = np.zeros((_STATES, 3), np.int64)
-        state[0] = rows, len(wanted), len(spans)
-        level = _Level(slots, told, tails, spans, state, attend.few.longest, attend.few.most)
+        state[0] = rows, len(wanted), sight.count
+        level = _Level(
+            sight.slots, told, sight.tails, sight.units, state, sight.longest, kernels.UNIT, sight.deepest
+        )
         logits = self._share(attend.kv, level, _Trees.of([]), x, None, len(wanted))
         return x[batch.logit_rows], logits
 
@@ -119,14 +119,14 @@ class CompiledEagle:
         told, state = np.zeros((7, rows + 1), np.int64), np.zeros((_STATES, 3), np.int64)
         told[0, :first] = [token for tree in begun for token in tree.tokens]
         slots, spans = (
-            np.concatenate([slots_of(tree.table) for tree in begun]),
+            np.concatenate([_slots(tree.table) for tree in begun]),
             np.zeros((grown, 4), np.int64),
         )
         kernels.lay_out_first(trees.seqs, slots, told, spans, state[0])
         tails = np.zeros(rows * kernels.LEVELS, np.int64)
         longest = max(tree.first + len(tree.tokens) + kernels.FED for tree in begun)
         most = max([kernels.BEST, *(len(tree.tokens) for tree in begun if tree.levels > 0)])
-        level = _Level(slots, told, tails, spans, state, BlockPool.needed(longest) * BLOCK, most)
+        level = _Level(slots, told, tails, spans, state, longest, most, kernels.LEVELS)
         features = [tree.features for tree in begun]
         fused = features[0] if len(features) == 1 else torch.cat(features)
         x = fused.new_empty(rows, self._shape[0])
@@ -155,10 +155,10 @@ class CompiledEagle:
         buffers = [part.data_ptr() for part in (x, other, normed, qkv, attended, gated, gathered, logits)]
         known = self._angles.until(int(level.rows[1].max()) + kernels.LEVELS)
         row_at = [row.ctypes.data for row in level.rows]
-        most = level.most * queries // kv_heads
+        longest, most = BlockPool.needed(level.longest) * BLOCK, level.most * queries // kv_heads
         spans, slots, tails = (part.ctypes.data for part in (level.spans, level.slots, level.tails))
         board = np.zeros(_STATES * kernels.LEVEL_PHASES * kernels.PHASE_BYTES // 8, np.int64)
-        size = kernels.own_bytes(kernels.scratch_size(dim, dim, level.longest, most))
+        size = kernels.own_bytes(kernels.scratch_size(dim, dim, longest, most, level.deepest))
         told = (
             board.ctypes.data,
             self._head,
@@ -173,7 +173,7 @@ class CompiledEagle:
             level.state,
             self._ids,
             np.array([known.cos.data_ptr(), known.sin.data_ptr(), row_at[1]], np.int64),
-            np.array([spans, slots, *row_at[3:5], tails, level.longest, most], np.int64),
+            np.array([spans, slots, *row_at[3:5], tails, longest, most, level.deepest], np.int64),
             self._eps,
             self._scale,
             worth,
@@ -189,7 +189,9 @@ class CompiledEagle:
 
 
 class _Level(NamedTuple):
-    """What the kernel is told of a level, see run_head; the longest text and the most rows of a span."""
+    """What the kernel is told of a level, see run_head; the longest text, the most rows of a span and the
+    longest tail.
+    """
 
     slots: Ints
     rows: Ints
@@ -198,6 +200,7 @@ class _Level(NamedTuple):
     state: Ints
     longest: int
     most: int
+    deepest: int
 
 
 class _Trees(NamedTuple):
@@ -239,6 +242,11 @@ def can_compile_head(head: EagleLayer, embedding: Tensor) -> bool:
     config = head.config
     even = all(width % 2 == 0 for width in (config.hidden_size, config.intermediate_size))
     return quick(embedding) and even and config.head_dim % kernels.LEAST == 0
+
+
+def _slots(table: BlockTable) -> Ints:
+    """Return the slots of all positions of a sequence, int64 [capacity]."""
+    return (np.array(table.blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
 
 
 def _angles(head: EagleLayer, positions: Tensor, dtype: torch.dtype) -> Rotary:

@@ -131,7 +131,7 @@ class DecoderLayer:
         if self.query_norm is not None and self.key_norm is not None:
             qkv[:, : self.queries] = self.query_norm(qkv[:, : self.queries])
             qkv[:, self.queries : turned] = self.key_norm(qkv[:, self.queries : turned])
-        if isinstance(attend, Attend) and attend.few is not None:
+        if isinstance(attend, Attend) and attend.rows is not None:
             found = attend.turned(index, qkv, rotary.cos, rotary.sin, self.head).flatten(1)
         else:
             both, value = rotary(qkv[:rows, :turned]), qkv[:rows, turned:].transpose(0, 1)

@@ -99,6 +99,7 @@ class HFCausal:
     def make_kv(self, tokens: int) -> KVCache:
         """Return an empty cache for `tokens` positions in all; raises CapacityError."""
         turned = self.turns_keys and self.device.type == "cpu" and self.dtype == torch.bfloat16
+        turned = turned and all(layer.key_dim % 2 == 0 for layer in self.layers)
         return KVCache(self.layers, tokens, dtype=self.dtype, device=self.device, turned=turned)
 
     @torch.inference_mode()

@@ -21,11 +21,11 @@ def pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(max(1, count() - 1), thread_name_prefix="kernel")
 
 
-def share(kernel: Callable[..., None], args: tuple[Any, ...], size: int) -> None:
-    """Call kernel(*args, address) in every thread, each with so many bytes of its own, and wait. One that did
-    not begin before all was done does not begin.
+def share(kernel: Callable[..., None], args: tuple[Any, ...], size: int, *, alone: bool = False) -> None:
+    """Call kernel(*args, address) in every thread, or in this one alone, each with so many bytes of its own,
+    and wait. A thread that did not begin before all was done does not begin.
     """
-    own, *pieces = torch.empty(count(), size, dtype=torch.uint8)
+    own, *pieces = torch.empty(1 if alone else count(), size, dtype=torch.uint8)
     others = [pool().submit(kernel, *args, piece.data_ptr()) for piece in pieces]
     kernel(*args, own.data_ptr())
     for other in others:

@@ -13,7 +13,7 @@ from foredraft.zoo import cache_dir
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
 
-from foredraft.models.kernels.attend import LEAST, attend, scratch_size
+from foredraft.models.kernels.attend import LEAST, scratch_size
 from foredraft.models.kernels.dense import HAS_TILES, WIDTH, interleaved, laid_out, tiles
 from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
 from foredraft.models.kernels.head import (
@@ -28,8 +28,9 @@ from foredraft.models.kernels.head import (
 )
 from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
 from foredraft.models.kernels.numbers import LOG2E
-from foredraft.models.kernels.phases import own_bytes
+from foredraft.models.kernels.phases import attended, own_bytes
 from foredraft.models.kernels.share import PHASE_BYTES
+from foredraft.models.kernels.sight import UNIT, lay_out
 
 __all__ = [
     "BEST",
@@ -44,11 +45,13 @@ __all__ = [
     "PHASES",
     "PHASE_BYTES",
     "SEQ_FIELDS",
+    "UNIT",
     "WIDTH",
     "add_norm",
-    "attend",
+    "attended",
     "interleaved",
     "laid_out",
+    "lay_out",
     "lay_out_first",
     "own_bytes",
     "run_head",

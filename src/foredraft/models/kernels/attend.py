@@ -1,4 +1,10 @@
-"""Attention of a few rows: scores key by key in the order of the text, four queries at once."""
+"""Attention of a few rows: scores key by key in the order of the text, four queries at once.
+
+Keys lie by block as [dim / 2, BLOCK, 2], values as [BLOCK / 2, dim, 2]: a query meets the keys of a block by
+pairs of its numbers, and values are mixed by pairs of positions. Which positions are a pair, and the order of
+all sums, go by the text, wherever its keys lie, so that a token has the same bits decoded alone, in a chain
+and in a tree.
+"""
 
 from __future__ import annotations
 
@@ -11,67 +17,93 @@ from foredraft.models.kernels.numbers import (
     F32,
     OPTIONS,
     STEADY,
+    U16,
     UINT,
     exp2,
     floats,
     halves,
     ints,
-    load,
     to_half,
 )
-from foredraft.models.kernels.products import products
+from foredraft.models.kernels.pairs import pair_sums
 
 AT_ONCE = 4  # queries, as reading keys and values takes longer than multiplying
-WIDE, LEAST = 32, 8  # numbers of a value that are mixed at once, and at least
-_scores = products(AT_ONCE, BLOCK // 16, 16, fresh=True)
-_mix_wide = products(AT_ONCE, WIDE // 16, 16, fresh=False)
-_mix_least, _add_least = (products(queries, 1, LEAST, fresh=False) for queries in (AT_ONCE, 1))
+LEAST = 8  # numbers of a value that are mixed at once, at least
+_WIDE, _MIDDLE = 64, 16
+_scores = pair_sums(AT_ONCE, BLOCK // 16, 16, fresh=True)
+_mix_wide = pair_sums(AT_ONCE, _WIDE // 16, 16, fresh=False)
+_mix_middle = pair_sums(AT_ONCE, 1, 16, fresh=False)
+_mix_least = pair_sums(AT_ONCE, 1, LEAST, fresh=False)
+_add_middle, _add_least = (pair_sums(1, 1, lanes, fresh=False) for lanes in (16, LEAST))
+_FAR = UINT(1) << UINT(40)
 
 
 @njit(fastmath=STEADY, **OPTIONS)
-def _exponents(scores: Any, first: Any, last: Any, highest: Any) -> None:
+def _exponents(scores: Any, first: Any, last: Any, highest: Any, scale: Any) -> None:
     for j in range(first, last):
-        scores[j] = exp2(scores[j] - highest)
+        scores[j] = exp2((scores[j] - highest) * scale)
 
 
 @njit(fastmath=True, **OPTIONS)
-def _softmax(scores: Any, first: Any, last: Any) -> Any:
-    """scores = 2 ** (scores - highest), from first to last; returns their sum."""
+def _softmax(scores: Any, first: Any, last: Any, scale: Any) -> Any:
+    """scores = 2 ** ((scores - highest) * scale), from first to last; returns their sum."""
     highest, total = F32(-3e38), F32(0)
     for j in range(first, last):
         highest = max(highest, scores[j])
-    _exponents(scores, first, last, highest)
+    _exponents(scores, first, last, highest, scale)
     for j in range(first, last):
         total += scores[j]
     return total
 
 
+@njit(fastmath=STEADY, **OPTIONS)
+def _rounded(scores: Any, weights: Any, first: Any, last: Any, end: Any) -> None:
+    """Weights of all positions before `end`: rounded scores from first to last, elsewhere nothing."""
+    for j in range(first):
+        weights[j] = U16(0)
+    for j in range(first, last):
+        weights[j] = to_half(scores[j])
+    for j in range(last, end):
+        weights[j] = U16(0)
+
+
 @njit(inline="always")
-def _sight(ends: Any, begins: Any, row: Any, window: Any) -> Any:
-    """Return what a row sees: from where on, how many positions in a row from the text's beginning, and where
-    its tails begin and how many they are.
+def _mix(values: Any, stride: Any, weights: Any, apart: Any, pairs: Any, out: Any, dim: Any) -> None:
+    """Add so many pairs of values to what AT_ONCE queries have; all by address."""
+    to, four = dim * UINT(4), UINT(4)
+    wide, middle = dim - dim % UINT(_WIDE), dim - dim % UINT(_MIDDLE)
+    for d in range(UINT(0), wide, UINT(_WIDE)):
+        _mix_wide(weights, apart, values + d * four, stride, pairs, out + d * four, to)
+    for d in range(wide, middle, UINT(_MIDDLE)):
+        _mix_middle(weights, apart, values + d * four, stride, pairs, out + d * four, to)
+    for d in range(middle, dim, UINT(LEAST)):
+        _mix_least(weights, apart, values + d * four, stride, pairs, out + d * four, to)
+
+
+@njit(inline="always")
+def _mix_own(values: Any, weights: Any, pairs: Any, out: Any, dim: Any) -> None:
+    """Add so many pairs of values in a row to what one query has."""
+    stride, four, middle = dim * UINT(4), UINT(4), dim - dim % UINT(_MIDDLE)
+    for d in range(UINT(0), middle, UINT(_MIDDLE)):
+        _add_middle(weights, UINT(0), values + d * four, stride, pairs, out + d * four, UINT(0))
+    for d in range(middle, dim, UINT(LEAST)):
+        _add_least(weights, UINT(0), values + d * four, stride, pairs, out + d * four, UINT(0))
+
+
+@njit(**OPTIONS)
+def _path(values: Any, at: Any, slots: Any, seen: Any, tail: Any, tail_at: Any, end: Any, out: Any) -> None:
+    """Copy the values of a path in a tree, from the last whole pair of the text before it on. values: of one
+    key head, [blocks, ·, BLOCK / 2, dim, 2], which `at` finds: how far blocks are apart, and dim.
     """
-    seen, begin = UINT(ends[row]), UINT(begins[row])
-    extra = UINT(begins[row + UINT(1)]) - begin
-    last = seen + extra
-    return (last - UINT(window) if UINT(0) < UINT(window) < last else UINT(0)), seen, begin, extra
-
-
-@njit(inline="always")
-def _mix_block(values: Any, stride: Any, weights: Any, cap: Any, count: Any, out: Any, dim: Any) -> None:
-    """Add `count` values to what AT_ONCE queries have; all by address."""
-    wide = dim - dim % UINT(WIDE)
-    for d in range(UINT(0), wide, UINT(WIDE)):
-        _mix_wide(weights, cap, values + d * UINT(2), stride, count, out + d * UINT(4), dim)
-    for d in range(wide, dim, UINT(LEAST)):
-        _mix_least(weights, cap, values + d * UINT(2), stride, count, out + d * UINT(4), dim)
-
-
-@njit(inline="always")
-def _mix_one(value: Any, weight: Any, out: Any, dim: Any) -> None:
-    """Add one value to what one query has."""
-    for d in range(UINT(0), dim, UINT(LEAST)):
-        _add_least(weight, UINT(0), value + d * UINT(2), UINT(0), UINT(1), out + d * UINT(4), UINT(0))
+    apart, dim, two, block = at[0], at[1], UINT(2), UINT(BLOCK)
+    begin = seen - seen % two
+    for place in range(begin, end):
+        position = place if place < seen else UINT(tail[tail_at + place - seen])
+        slot, to = UINT(slots[position]), (place - begin) // two * two * dim + (place - begin) % two
+        offset = slot % block
+        source = slot // block * apart + offset // two * two * dim + offset % two
+        for d in range(dim):
+            out[to + two * d] = values[source + two * d]
 
 
 @njit(**OPTIONS)
@@ -82,16 +114,14 @@ def attend(
     keys: Any,
     values: Any,
     out: Any,
-    spans: Any,
-    span_count: Any,
+    span: Any,
     slots: Any,
     prefix: Any,
     tail_at: Any,
     tails: Any,
     heads: Any,
     kv: Any,
-    first_head: Any,
-    last_head: Any,
+    head: Any,
     dim: Any,
     value_dim: Any,
     scale: Any,
@@ -99,88 +129,97 @@ def attend(
     scratch: Any,
     cap: Any,
     most: Any,
+    longest: Any,
 ) -> None:
-    """Attend from the rows of some spans to the slots that each sees.
+    """Attend from some rows of one sequence to the slots that each sees, for one key head.
 
-    q: rows q_row apart, heads q_head apart; keys: [blocks, kv, dim, BLOCK]; values: [slots, kv, value_dim];
-    out: [rows, heads, value_dim]. spans: int64 [span_count, 4], first row, rows, where its slots begin in
-    `slots`, and how many they are. A row sees the first prefix[row] of them and then those that tails names
-    from tail_at[row] to tail_at[row + 1], ascending; with a window > 0 only the last so many. Key heads
-    first_head … last_head - 1 are done. scratch: float32, as scratch_size says, for lengths up to cap, whole
-    blocks, and `most` queries a key head.
+    q: rows q_row apart, heads q_head apart; keys: [blocks, kv, dim / 2, BLOCK, 2]; values: [blocks, kv, BLOCK
+    / 2, value_dim, 2]; out: [rows, heads, value_dim]. span: int64 [4], first row, rows, where its slots begin
+    in `slots`, and how many they are. A row sees the first prefix[row] of them and then those that tails
+    names from tail_at[row] to tail_at[row + 1], ascending; with a window > 0 only the last so many. scale: of
+    scores, which are powers of two. scratch: as scratch_size says, for lengths up to cap, whole blocks,
+    `most` queries a key head and tails of up to `longest`.
     """
-    far = UINT(1) << UINT(40)
-    x, o = carray(halves(q), (far,)), carray(halves(out), (far,))
-    of, at = carray(ints(spans), (far,)), carray(ints(slots), (far,))
-    ends, begins, others = (
-        carray(ints(prefix), (far,)),
-        carray(ints(tail_at), (far,)),
-        carray(ints(tails), (far,)),
-    )
-    n, m, cap_, all_ = UINT(dim), UINT(value_dim), UINT(cap), UINT(most) + UINT(AT_ONCE - 1)
-    share, block, four, two = UINT(heads) // UINT(kv), UINT(BLOCK), UINT(4), UINT(2)
+    of, at = carray(ints(span), (UINT(4),)), carray(ints(slots), (_FAR,))
+    ends, begins = carray(ints(prefix), (_FAR,)), carray(ints(tail_at), (_FAR,))
+    others = carray(ints(tails), (_FAR,))
+    row0, rows, first_slot, length = UINT(of[0]), UINT(of[1]), UINT(of[2]), UINT(of[3])
+    n, m, cap_, two, four = UINT(dim), UINT(value_dim), UINT(cap), UINT(2), UINT(4)
+    share, block, whole = UINT(heads) // UINT(kv), UINT(BLOCK), UINT(most) + UINT(AT_ONCE - 1)
+    count = rows * share
     scores_at = UINT(scratch)
-    query_at = scores_at + all_ * cap_ * four
-    mixed_at = query_at + all_ * n * four
-    scores, query = carray(floats(scores_at), (far,)), carray(floats(query_at), (far,))
-    mixed, sums = carray(floats(mixed_at), (far,)), carray(floats(mixed_at + all_ * m * four), (far,))
-    stride = UINT(kv) * m
-    for span in range(UINT(span_count)):
-        row0, rows = UINT(of[span * UINT(4)]), UINT(of[span * UINT(4) + UINT(1)])
-        first_slot, length = UINT(of[span * UINT(4) + UINT(2)]), UINT(of[span * UINT(4) + UINT(3)])
-        count = rows * share
-        for head in range(UINT(first_head), UINT(last_head)):
-            for g in range(count + UINT(AT_ONCE - 1)):  # the last one again, beside itself
-                own = min(g, count - UINT(1))
-                base = (row0 + own // share) * UINT(q_row) + (head * share + own % share) * UINT(q_head)
-                for d in range(n):
-                    query[g * n + d] = load(x[base + d]) * F32(scale)
-            for c in range(UINT(0), length, block):
-                keys_at = UINT(keys) + (UINT(at[first_slot + c]) // block * UINT(kv) + head) * n * block * two
-                for g in range(UINT(0), count, UINT(AT_ONCE)):
-                    to = scores_at + (g * cap_ + c) * four
-                    _scores(query_at + g * n * four, n, keys_at, block, n, to, cap_)
-            for g in range(count):
-                first, seen, begin, extra = _sight(ends, begins, row0 + g // share, window)
-                for t in range(extra):
-                    scores[g * cap_ + seen + t] = scores[g * cap_ + UINT(others[begin + t])]
-                sums[g] = _softmax(scores, g * cap_ + first, g * cap_ + seen + extra)
-            for i in range((count + UINT(AT_ONCE - 1)) * m):
-                mixed[i] = F32(0)
-            values_at = UINT(values) + head * m * two
-            for g0 in range(UINT(0), count, UINT(AT_ONCE)):
-                low, high = UINT(0), length  # what all of these queries see
-                for g in range(g0, min(g0 + UINT(AT_ONCE), count)):
-                    first, seen, begin, extra = _sight(ends, begins, row0 + g // share, window)
-                    low, high = max(low, first), min(high, seen)
-                low = (low + block - UINT(1)) // block * block
-                high = max(low, high)
-                for g in range(g0, min(g0 + UINT(AT_ONCE), count)):
-                    first, seen, begin, extra = _sight(ends, begins, row0 + g // share, window)
-                    for j in range(first, min(low, seen)):
-                        value = values_at + UINT(at[first_slot + j]) * stride * two
-                        _mix_one(value, scores_at + (g * cap_ + j) * four, mixed_at + g * m * four, m)
-                for c in range(low, high, block):
-                    value = values_at + UINT(at[first_slot + c]) * stride * two
-                    weights, to = scores_at + (g0 * cap_ + c) * four, mixed_at + g0 * m * four
-                    _mix_block(value, stride, weights, cap_, min(block, high - c), to, m)
-                for g in range(g0, min(g0 + UINT(AT_ONCE), count)):
-                    first, seen, begin, extra = _sight(ends, begins, row0 + g // share, window)
-                    for j in range(max(first, high), seen):
-                        value = values_at + UINT(at[first_slot + j]) * stride * two
-                        _mix_one(value, scores_at + (g * cap_ + j) * four, mixed_at + g * m * four, m)
-                    for t in range(extra):
-                        if seen + t >= first:
-                            value = values_at + UINT(at[first_slot + UINT(others[begin + t])]) * stride * two
-                            weight = scores_at + (g * cap_ + seen + t) * four
-                            _mix_one(value, weight, mixed_at + g * m * four, m)
-            for g in range(count):
-                base = ((row0 + g // share) * UINT(heads) + head * share + g % share) * m
-                inverse = F32(1) / sums[g]
-                for d in range(m):
-                    o[base + d] = to_half(mixed[g * m + d] * inverse)
+    mixed_at = scores_at + whole * cap_ * four
+    sums_at = mixed_at + whole * m * four
+    query_at = sums_at + whole * four
+    weights_at = query_at + whole * n * two
+    path_at = weights_at + whole * cap_ * two
+    own_at = path_at + (UINT(longest) + four) * m * two
+    x, query = carray(halves(q), (_FAR,)), carray(halves(query_at), (_FAR,))
+    scores, sums = carray(floats(scores_at), (_FAR,)), carray(floats(sums_at), (_FAR,))
+    mixed, o = carray(floats(mixed_at), (_FAR,)), carray(halves(out), (_FAR,))
+    weights, path = carray(halves(weights_at), (_FAR,)), carray(halves(path_at), (_FAR,))
+    own = carray(halves(own_at), (_FAR,))
+    padded = (count + UINT(AT_ONCE - 1)) // UINT(AT_ONCE) * UINT(AT_ONCE)
+    for g in range(padded):  # the last one again, beside itself
+        source = min(g, count - UINT(1))
+        base = (row0 + source // share) * UINT(q_row) + (UINT(head) * share + source % share) * UINT(q_head)
+        for d in range(n):
+            query[g * n + d] = x[base + d]
+    blocks = (length + block - UINT(1)) // block
+    for c in range(blocks):
+        held = (
+            UINT(keys) + (UINT(at[first_slot + c * block]) // block * UINT(kv) + UINT(head)) * n * block * two
+        )
+        for g in range(UINT(0), count, UINT(AT_ONCE)):
+            to = scores_at + (g * cap_ + c * block) * four
+            _scores(query_at + g * n * two, n * two, held, block * four, n // two, to, cap_ * four)
+    low, high = blocks, UINT(0)  # the blocks that are mixed
+    for g in range(padded):
+        row = row0 + min(g, count - UINT(1)) // share
+        seen, begin = UINT(ends[row]), UINT(begins[row])
+        extra = UINT(begins[row + UINT(1)]) - begin
+        last = seen + extra
+        first = last - UINT(window) if UINT(0) < UINT(window) < last else UINT(0)
+        for t in range(extra):
+            scores[g * cap_ + seen + t] = scores[g * cap_ + UINT(others[begin + t])]
+        sums[g] = _softmax(scores, g * cap_ + first, g * cap_ + last, F32(scale))
+        until = max(first, seen - seen % two if extra else seen)
+        its, its_weights = scores[g * cap_ : (g + UINT(1)) * cap_], weights[g * cap_ : (g + UINT(1)) * cap_]
+        _rounded(its, its_weights, first, until, blocks * block)
+        low, high = min(low, first // block), max(high, (until + block - UINT(1)) // block)
+    for i in range(padded * m):
+        mixed[i] = F32(0)
+    apart = UINT(kv) * block * m
+    head_at = UINT(values) + UINT(head) * block * m * two
+    for g in range(UINT(0), count, UINT(AT_ONCE)):
+        for c in range(low, high):
+            value = head_at + UINT(at[first_slot + c * block]) // block * apart * two
+            weight, to = weights_at + (g * cap_ + c * block) * two, mixed_at + g * m * four
+            _mix(value, m * four, weight, cap_ * two, block // two, to, m)
+    held_values, where = carray(halves(head_at), (_FAR,)), (apart, m)
+    for g in range(count):
+        row = row0 + g // share
+        seen, begin = UINT(ends[row]), UINT(begins[row])
+        extra = UINT(begins[row + UINT(1)]) - begin
+        last = seen + extra
+        if extra:
+            start = seen - seen % two
+            pairs = (last - start + UINT(1)) // two
+            if g % share == UINT(0):
+                path[(pairs - UINT(1)) * two * m : pairs * two * m] = U16(0)
+                _path(held_values, where, at[first_slot:], seen, others, begin, last, path)
+            first = last - UINT(window) if UINT(0) < UINT(window) < last else UINT(0)
+            for j in range(start, start + two * pairs):
+                inside = first <= j < last
+                own[j - start] = to_half(scores[g * cap_ + j]) if inside else U16(0)
+            _mix_own(path_at, own_at, pairs, mixed_at + g * m * four, m)
+        base = (row * UINT(heads) + UINT(head) * share + g % share) * m
+        inverse = F32(1) / sums[g]
+        for d in range(m):
+            o[base + d] = to_half(mixed[g * m + d] * inverse)
 
 
-def scratch_size(dim: int, value_dim: int, cap: int, most: int) -> int:
-    """Return how many float32 `attend` works in."""
-    return (most + AT_ONCE - 1) * (cap + dim + value_dim + 1)
+def scratch_size(dim: int, value_dim: int, cap: int, most: int, longest: int) -> int:
+    """Return how many bytes `attend` works in."""
+    whole = most + AT_ONCE - 1
+    return whole * (4 * (cap + value_dim + 1) + 2 * (dim + cap)) + 2 * (longest + 4) * (value_dim + 1)

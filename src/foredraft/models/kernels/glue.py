@@ -69,14 +69,14 @@ def turn_and_write(
     """Turn queries and keys in place by their rotary angles, then write keys and values to the cache.
 
     qkv: [rows, queries + 2 * kv, dim]; cos, sin: [rows, dim], the first half of sin negated; slots: int64
-    [rows]; keys: [blocks, kv, dim, BLOCK]; values: [slots, kv, dim].
+    [rows]; keys: [blocks, kv, dim / 2, BLOCK, 2]; values: [blocks, kv, BLOCK / 2, dim, 2].
     """
     n, half, heads = UINT(dim), UINT(dim) // UINT(2), UINT(queries) + UINT(2) * UINT(kv)
     x = carray(halves(qkv), (UINT(rows) * heads * n,))
     c, s = carray(halves(cos), (UINT(rows) * n,)), carray(halves(sin), (UINT(rows) * n,))
     at = carray(ints(slots), (UINT(rows),))
     k, v = carray(halves(keys), (UINT(1) << UINT(40),)), carray(halves(values), (UINT(1) << UINT(40),))
-    width = UINT(kv) * n
+    two, block = UINT(2), UINT(BLOCK)
     for row in range(UINT(rows)):
         angle = row * n
         for head in range(UINT(queries) + UINT(kv)):
@@ -88,7 +88,13 @@ def turn_and_write(
                     high * load(c[angle + half + i]) + low * load(s[angle + half + i])
                 )
         source, slot = (row * heads + UINT(queries)) * n, UINT(at[row])
-        to_key, to_value = slot // UINT(BLOCK) * width * UINT(BLOCK) + slot % UINT(BLOCK), slot * width
-        for i in range(width):
-            k[to_key + i * UINT(BLOCK)] = x[source + i]
-            v[to_value + i] = x[source + width + i]
+        place = slot % block
+        for head in range(UINT(kv)):
+            held = (slot // block * UINT(kv) + head) * block * n
+            key_at, value_at = source + head * n, source + (UINT(kv) + head) * n
+            for i in range(half):
+                k[held + (i * block + place) * two] = x[key_at + two * i]
+                k[held + (i * block + place) * two + UINT(1)] = x[key_at + two * i + UINT(1)]
+            held += place // two * two * n + place % two
+            for i in range(n):
+                v[held + two * i] = x[value_at + i]

@@ -265,7 +265,24 @@ def run_head(
         )
         if wanted == UINT(0):
             return
-        attended(board, at + UINT(4), qkv, cache, attending, spans_, seen, queries, kv, dim, scale, 0, own)
+        attended(
+            board,
+            at + UINT(4),
+            qkv,
+            columns,
+            dim,
+            cache,
+            attending,
+            spans_,
+            seen,
+            queries,
+            kv,
+            dim,
+            dim,
+            scale,
+            0,
+            own,
+        )
         product(
             board,
             at + UINT(5),

@@ -87,9 +87,9 @@ def run_layers(
     `turned` has them. copies: int64 [layers + 1], where each layer's input goes, bfloat16 [rows, hidden], the
     last of them the output under the last norm; 0: nowhere. ending: the last norm, the output layer and its
     bias. sizes: rows, hidden, inner, query heads, key heads, dim, vocabulary, wanted rows, whether the
-    activation is gelu, where the rows are written, spans. work: the board, then x, normed, qkv, attended,
-    gated and more, then the wanted rows, what is gathered of them, and logits. seen: as `attended` has it.
-    scratch: this thread's own, as own_bytes says.
+    activation is gelu, where the rows are written, units of rows. work: the board, then x, normed, qkv,
+    attended, gated and more, then the wanted rows, what is gathered of them, and logits. seen: as `attended`
+    has it. scratch: this thread's own, as own_bytes says.
     """
     board, x, normed, qkv = UINT(work[0]), UINT(work[1]), UINT(work[2]), UINT(work[3])
     attending, gated, more = UINT(work[4]), UINT(work[5]), UINT(work[6])
@@ -99,7 +99,7 @@ def run_layers(
     vocab, outputs, gelu = UINT(sizes[6]), UINT(sizes[7]), UINT(sizes[8])
     columns, two = (queries + UINT(2) * kv) * dim, UINT(2)
     wanted = carray(ints(work[7]), (outputs,))
-    own, written, spans, count = UINT(scratch), UINT(sizes[9]), UINT(sizes[10]), UINT(len(layers))
+    own, written, units, count = UINT(scratch), UINT(sizes[9]), UINT(sizes[10]), UINT(len(layers))
     for phase in range(count * UINT(PHASES) + UINT(ENDING)):
         index, step = phase // UINT(PHASES), phase % UINT(PHASES)
         if index == count:
@@ -145,7 +145,24 @@ def run_layers(
             )
         elif step == UINT(3):
             window, cache = layer[_WINDOW], caches[index]
-            attended(board, phase, qkv, cache, attending, spans, seen, queries, kv, dim, scale, window, own)
+            attended(
+                board,
+                phase,
+                qkv,
+                columns,
+                dim,
+                cache,
+                attending,
+                units,
+                seen,
+                queries,
+                kv,
+                dim,
+                dim,
+                scale,
+                window,
+                own,
+            )
         elif step == UINT(5):
             after = UINT(layer[_AFTER_ATTENTION])
             weight = UINT(layer[_MLP_NORM])

@@ -232,57 +232,58 @@ def turned(
 def attended(
     board: Any,
     phase: Any,
-    qkv: Any,
+    q: Any,
+    q_row: Any,
+    q_head: Any,
     cache: Any,
     out: Any,
-    spans: Any,
+    count: Any,
     seen: Any,
     queries: Any,
     kv: Any,
     dim: Any,
+    value_dim: Any,
     scale: Any,
     window: Any,
     scratch: Any,
 ) -> None:
-    """This thread's share of attention from the rows of so many spans. seen: where these are, slots, prefix,
-    tail_at, tails, cap and most, as attend has them.
+    """This thread's share of attention, from so many units of rows. cache: keys, values. seen: where units,
+    slots, prefix, tail_at and tails are, then cap, most and longest; all as attend has them.
     """
-    columns, done, units = (queries + UINT(2) * kv) * dim, UINT(0), spans * kv
-    own = scratch + UINT(4 * AT_ONCE * WIDTH)
+    done, heads = UINT(0), UINT(kv)
+    all_, own = UINT(count) * heads, UINT(scratch) + UINT(4 * AT_ONCE * WIDTH)
     while True:
-        unit = claimed(board, phase)
-        if unit >= units:
+        unit = claimed(UINT(board), UINT(phase))
+        if unit >= all_:
             break
         done += UINT(1)
-        span, head = UINT(seen[0]) + unit // kv * UINT(32), unit % kv
         attend(
-            qkv,
-            columns,
-            dim,
+            q,
+            q_row,
+            q_head,
             cache[0],
             cache[1],
             out,
-            span,
-            1,
+            UINT(seen[0]) + unit // heads * UINT(32),
             seen[1],
             seen[2],
             seen[3],
             seen[4],
             queries,
             kv,
-            head,
-            head + UINT(1),
+            unit % heads,
             dim,
-            dim,
+            value_dim,
             scale,
             window,
             own,
             seen[5],
             seen[6],
+            seen[7],
         )
-    finish(board, phase, done, units)
+    finish(UINT(board), UINT(phase), done, all_)
 
 
 def own_bytes(attending: int) -> int:
-    """Return how many bytes a thread works in; attending: what attend works in, in numbers."""
-    return 4 * (AT_ONCE * WIDTH + attending)
+    """Return how many bytes a thread works in; attending: what attend works in."""
+    return 4 * AT_ONCE * WIDTH + attending

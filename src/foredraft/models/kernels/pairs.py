@@ -1,0 +1,138 @@
+"""Sums of products of bfloat16, in vectors: a number of each sum grows by a pair of weights times a pair of
+numbers, the second one first.
+
+Where the processor has it, one instruction does that for up to 16 sums (AVX512-BF16, vdpbf16ps); elsewhere
+pairs are widened to float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils, config
+from numba.extending import intrinsic
+
+# Numba told to compile for another processor (NUMBA_CPU_NAME) gets what every one has.
+FEATURES = binding.get_host_cpu_features() if config.CPU_NAME is None else {}
+_HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
+FLOAT, WORD = ir.FloatType(), ir.IntType(32)
+_HIGH = 0xFFFF0000 - (1 << 32)  # the upper half of a word: of a pair, the second one
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """llvmlite has no name for it."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash("bfloat")
+
+
+def floats_of(lanes: int) -> ir.Type:
+    """The type of so many sums."""
+    return ir.VectorType(FLOAT, lanes)
+
+
+def words_of(lanes: int) -> ir.Type:
+    """The type of so many pairs."""
+    return ir.VectorType(WORD, lanes)
+
+
+def zeros(lanes: int) -> Any:
+    """So many sums that begin."""
+    return ir.Constant(floats_of(lanes), [0.0] * lanes)
+
+
+def grown(build: Any, lanes: int, numbers: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
+    """Return the sums, each grown by a pair of weights times its pairs of numbers."""
+    return (_by_pairs if _HAS_PAIRS else _widened)(build, lanes, numbers, pair, sums)
+
+
+def _by_pairs(build: Any, lanes: int, numbers: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
+    halves, floats = ir.VectorType(_BFloat(), 2 * lanes), floats_of(lanes)
+    name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+    grow = cgutils.get_or_insert_function(
+        build.module, ir.FunctionType(floats, [floats, halves, halves]), name
+    )
+    weights = build.bitcast(_spread(build, lanes, pair, words_of(lanes)), halves)
+    wide = [build.bitcast(some, halves) for some in numbers]
+    return [build.call(grow, [old, weights, some]) for old, some in zip(sums, wide, strict=True)]
+
+
+def _widened(build: Any, lanes: int, numbers: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
+    floats, words = floats_of(lanes), words_of(lanes)
+    fma = cgutils.get_or_insert_function(
+        build.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fma.v{lanes}f32"
+    )
+    for by, cut in ((build.and_, _HIGH), (build.shl, 16)):
+        weight = _spread(build, lanes, build.bitcast(by(pair, WORD(cut)), FLOAT), floats)
+        wide = [build.bitcast(by(some, ir.Constant(words, [cut] * lanes)), floats) for some in numbers]
+        sums = [build.call(fma, [some, weight, old]) for some, old in zip(wide, sums, strict=True)]
+    return sums
+
+
+def _spread(build: Any, lanes: int, value: Any, kind: ir.Type) -> Any:
+    """Return a vector whose numbers are all `value`."""
+    one = build.insert_element(ir.Constant(kind, ir.Undefined), value, WORD(0))
+    return build.shuffle_vector(one, one, ir.Constant(words_of(lanes), [0] * lanes))
+
+
+def at(build: Any, base: Any, offset: Any, kind: ir.Type) -> Any:
+    """Return a pointer to `kind` so many bytes behind an address."""
+    return build.inttoptr(build.add(base, offset), kind.as_pointer())
+
+
+def pair_sums(sums: int, vectors: int, lanes: int, *, fresh: bool) -> Any:
+    """Return a kernel of so many sums, each of `vectors` times `lanes` numbers.
+
+    kernel(weights, apart, rows, stride, count, out, out_apart), addresses and bytes: sum g, float32 from out
+    + g * out_apart on, grows by pair i of weights + g * apart times row i, `stride` behind row i - 1, a pair
+    a number, one row after another; a fresh sum begins at zero. Every number of a sum depends on its own
+    column and weights alone.
+    """
+
+    @intrinsic
+    def kernel(
+        _context: Any, weights: Any, apart: Any, rows: Any, stride: Any, count: Any, out: Any, out_apart: Any
+    ) -> Any:
+        def generate(context: Any, build: Any, _signature: Any, args: Any) -> Any:
+            weights, apart, rows, stride, count, out, out_apart = args
+            floats = floats_of(lanes)
+
+            def number(value: int) -> Any:
+                return ir.Constant(count.type, value)
+
+            def place(g: int, t: int) -> Any:
+                offset = build.add(build.mul(number(g), out_apart), number(4 * t * lanes))
+                return at(build, out, offset, floats)
+
+            held = []
+            for g in range(sums):
+                begins = [zeros(lanes) if fresh else build.load(place(g, t), align=4) for t in range(vectors)]
+                held.append([cgutils.alloca_once_value(build, begin) for begin in begins])
+            firsts = [build.add(weights, build.mul(number(g), apart)) for g in range(sums)]
+            with cgutils.for_range(build, count) as loop:
+                row = build.mul(loop.index, stride)
+                offsets = [build.add(row, number(4 * t * lanes)) for t in range(vectors)]
+                numbers = [
+                    build.load(at(build, rows, offset, words_of(lanes)), align=4) for offset in offsets
+                ]
+                for first, own in zip(firsts, held, strict=True):
+                    pair = build.load(at(build, first, build.mul(loop.index, number(4)), WORD), align=4)
+                    new = grown(build, lanes, numbers, pair, [build.load(sum_) for sum_ in own])
+                    for value, sum_ in zip(new, own, strict=True):
+                        build.store(value, sum_)
+            for g, own in enumerate(held):
+                for t, sum_ in enumerate(own):
+                    build.store(build.load(sum_), place(g, t), align=4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.uintp] * 7), generate
+
+    return kernel
