@@ -13,6 +13,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
+from mmap import mmap
 from typing import Any
 
 import numpy as np
@@ -224,7 +225,7 @@ class KVCache:
                 keys, values = (_empty((*places, *rest), dtype, device) for rest in _layouts(shape, turned))
                 self._alike.append((keys, values))
                 held[shape] = zip(keys, values, strict=True)
-        except (RuntimeError, MemoryError) as error:
+        except (RuntimeError, OSError, OverflowError) as error:
             raise CapacityError(
                 f"a KV cache of {tokens} tokens needs {size / 2**30:.2f} GiB on {device}, "
                 "which could not be had: lower max_seqs or max_len"
@@ -244,10 +245,27 @@ class KVCache:
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy slots `source` to slots `target` (int64 [n] each) in every layer."""
+        if self.turned:  # on a CPU, where torch takes several times as long for that many dimensions
+            for keys, values in self._bits:
+                held = [
+                    (keys[_key_at(slot)].copy(), values[_value_at(slot)].copy()) for slot in source.tolist()
+                ]
+                for slot, (key, value) in zip(target.tolist(), held, strict=True):
+                    keys[_key_at(slot)], values[_value_at(slot)] = key, value
+            return
         source, target = source.to(self.device), target.to(self.device)
-        for keys, values in self._alike:
-            for store, places in ((keys, self._key_places), (values, self._value_places)):
-                store[(slice(None), *places(target))] = store[(slice(None), *places(source))]
+        for pair in self._alike:
+            for store in pair:
+                by_slot = store.flatten(1, 2)
+                by_slot[:, target] = by_slot[:, source]
+
+    @cached_property
+    def _bits(self) -> list[tuple[NDArray[Any], NDArray[Any]]]:
+        """What turned layers of one shape hold, as integers: pairs of keys, and values."""
+        one, two = {2: (torch.int16, torch.int32), 4: (torch.int32, torch.int64)}[self.keys[0].itemsize]
+        return [
+            (keys.view(two).squeeze(-1).numpy(), values.view(one).numpy()) for keys, values in self._alike
+        ]
 
     def write(self, layer: int, slots: slice | Tensor, key: Tensor, value: Tensor) -> None:
         """Write key [n, heads, key_dim] and value [n, heads, value_dim] to slots, int64 [n] or, if keys are
@@ -257,8 +275,9 @@ class KVCache:
             self.keys[layer][slots], self.values[layer][slots] = key, value
             return
         assert isinstance(slots, Tensor)
-        self.keys[layer][self._key_places(slots)] = key.reshape(*key.shape[:-1], -1, 2)
-        self.values[layer][self._value_places(slots)] = value
+        block, place = slots // BLOCK, slots % BLOCK
+        self.keys[layer][block, :, :, place] = key.reshape(*key.shape[:-1], -1, 2)
+        self.values[layer][block, :, place // 2, :, place % 2] = value
 
     def read_blocks(self, layer: int, blocks: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return keys [positions, heads, key_dim] and values [positions, heads, value_dim] of whole blocks, a
@@ -272,16 +291,6 @@ class KVCache:
             values[blocks].permute(0, 2, 4, 1, 3).flatten(0, 2),
         )
 
-    def _key_places(self, slots: Tensor) -> tuple[Any, ...]:
-        if self.turned:
-            return (slots // BLOCK, slice(None), slice(None), slots % BLOCK)
-        return (slots // BLOCK, slots % BLOCK)
-
-    def _value_places(self, slots: Tensor) -> tuple[Any, ...]:
-        if self.turned:
-            return (slots // BLOCK, slice(None), slots % BLOCK // 2, slice(None), slots % 2)
-        return (slots // BLOCK, slots % BLOCK)
-
 
 def _layouts(shape: LayerShape, turned: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Return how one block of keys and one of values are laid out."""
@@ -290,12 +299,24 @@ def _layouts(shape: LayerShape, turned: bool) -> tuple[tuple[int, ...], tuple[in
     return (BLOCK, shape.heads, shape.key_dim), (BLOCK, shape.heads, shape.value_dim)
 
 
+def _key_at(slot: int) -> tuple[Any, ...]:
+    """Where a slot is in turned keys of several layers."""
+    return (slice(None), slot // BLOCK, slice(None), slice(None), slot % BLOCK)
+
+
+def _value_at(slot: int) -> tuple[Any, ...]:
+    """Where a slot is in turned values of several layers."""
+    return (slice(None), slot // BLOCK, slice(None), slot % BLOCK // 2, slice(None), slot % 2)
+
+
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     # Zeros, because slots that hold nothing yet are read, masked, beside others: NaN would show through.
     if torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    # Unlike torch.zeros, numpy takes pages that the system zeroes when they are first used.
-    return torch.from_numpy(np.zeros(prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
+    # Unlike torch.zeros, this takes pages that the system zeroes when they are first used, and small ones:
+    # numpy asks for large ones, of which each layer's first position would take one.
+    pages = mmap(-1, max(prod(shape) * dtype.itemsize, 1))
+    return torch.frombuffer(pages, dtype=dtype, count=prod(shape)).view(shape)
 
 
 def blocks_of(store: Tensor, blocks: slice | Tensor) -> Tensor:
