@@ -224,10 +224,10 @@ def argmax(logits: Tensor) -> Tensor:
     """Return the first most likely token of each row, int64 [...]; far faster than torch on a CPU."""
     if logits.device.type == "cpu" and logits.dtype == torch.bfloat16:
         # Of numbers above zero the largest has the largest bits.
-        bits = logits.view(torch.int16).numpy()
-        found = np.asarray(bits.argmax(-1))
-        if (np.take_along_axis(bits, found[..., None], -1) > 0).all():
-            return torch.from_numpy(found)
+        bits = logits.view(torch.int16).numpy().reshape(-1, logits.shape[-1])
+        found = bits.argmax(-1)
+        if (bits[np.arange(len(found)), found] > 0).all():
+            return torch.from_numpy(found).view(logits.shape[:-1])
     chunks = _chunks(logits)
     best = chunks.amax(-1).argmax(-1)
     index = best[..., None, None].expand(*best.shape, 1, _CHUNK)

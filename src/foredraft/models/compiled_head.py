@@ -147,12 +147,14 @@ class CompiledEagle:
         width] are to be fused. Returns logits, float32 [outputs, draft vocab].
         """
         hidden, inner, queries, kv_heads, dim = self._shape
-        rows = len(x)
-        other, normed = torch.empty_like(x), x.new_empty(rows, 2 * hidden)
-        qkv, attended = x.new_empty(rows, queries + 2 * kv_heads, dim), x.new_empty(rows, queries, dim)
-        gated, gathered = x.new_empty(rows, inner), x.new_empty(max(outputs, 1), hidden)
-        logits = torch.empty(outputs, int(self._sizes[5]))
-        buffers = [part.data_ptr() for part in (x, other, normed, qkv, attended, gated, gathered, logits)]
+        # What the levels work in: x of the level before, normed, qkv, attended, gated and the wanted rows.
+        widths = (hidden, 2 * hidden, (queries + 2 * kv_heads) * dim, queries * dim, inner)
+        parts = np.array([0, *(len(x) * width for width in widths)], np.int64).cumsum()
+        room, logits = (
+            x.new_empty(int(parts[-1]) + outputs * hidden),
+            torch.empty(outputs, int(self._sizes[5])),
+        )
+        buffers = (x.data_ptr(), *(room.data_ptr() + x.itemsize * parts), logits.data_ptr())
         known = self._angles.until(int(level.rows[1].max()) + kernels.LEVELS)
         row_at = [row.ctypes.data for row in level.rows]
         longest, most = BlockPool.needed(level.longest) * BLOCK, level.most * queries // kv_heads
