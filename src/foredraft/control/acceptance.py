@@ -13,9 +13,9 @@ from itertools import pairwise
 
 from foredraft.types import Source
 
-_FADE, _FADE_ALL = 0.9, 0.98  # of what a step taught, per later step that drafted
-_WORTH, _WORTH_ALL = 2.0, 8.0  # drafts that what was assumed before is worth: to a request, and over all
-_WORTH_RANK = 4.0  # drafts that its neighbours are worth to one rank
+_FADE, _FADE_ALL = 0.97, 0.98  # of what a step taught, per later step that drafted
+_WORTH, _WORTH_ALL = 6.0, 8.0  # drafts that what was assumed before is worth: to a request, and over all
+_WORTH_RANK = 8.0  # drafts that its neighbours are worth to one rank
 _MOST = 0.99  # no guess is certain
 
 
@@ -41,12 +41,14 @@ class Counts:
             if rank + 1 < nodes:
                 self.before[rank + 1] += 1
 
-    def gains(self, assumed: Seq[float], worth: float) -> list[float]:
+    def gains(self, assumed: Seq[float], worth: float, *, tree: bool) -> list[float]:
         """Return the chance of each rank to be accepted, given the one assumed before anything was seen.
 
-        The first is corrected by what was seen of it. Each later one follows the one before it as assumed,
-        times a correction that all share, and then by what was seen of it alone.
+        The first is corrected by what was seen of it. Each later one is corrected by what all share, and then
+        by what was seen of it alone: in a chain it follows the one before it, in a tree it lies beside it.
         """
+        if tree:
+            return self._beside(assumed, worth)
         steps = [after / before for before, after in pairwise(assumed)]
         seen = min(len(self.judged) - 1, len(steps))
         followed = sum(self.accepted[1 : seen + 1])
@@ -56,6 +58,14 @@ class Counts:
         for rank, step in enumerate(steps, start=1):
             following = gains[-1] * min(_MOST, step * correction)
             gains.append(min(gains[-1], self._mixed(rank, following, _WORTH_RANK)))
+        return gains
+
+    def _beside(self, assumed: Seq[float], worth: float) -> list[float]:
+        expected = sum(judged * chance for judged, chance in zip(self.judged, assumed, strict=False))
+        correction = (sum(self.accepted) + worth) / (expected + worth)
+        gains = [self._mixed(0, assumed[0], worth)]
+        for rank, chance in enumerate(assumed[1:], start=1):
+            gains.append(min(gains[-1], self._mixed(rank, min(_MOST, chance * correction), _WORTH_RANK)))
         return gains
 
     def _mixed(self, rank: int, assumed: float, worth: float) -> float:
@@ -109,6 +119,9 @@ class Acceptance:
 
     def gains(self, request: Request) -> list[float]:
         """Expected accepted tokens that the first, second, … node of a draft adds; they never grow."""
-        self._overall = self._overall or self.all.gains(self._prior, _WORTH_ALL)
+        self._overall = self._overall or self._gains_of(self.all, self._prior, _WORTH_ALL)
         counts = request.counts.get(self.source)
-        return self._overall if counts is None else counts.gains(self._overall, _WORTH)
+        return self._overall if counts is None else self._gains_of(counts, self._overall, _WORTH)
+
+    def _gains_of(self, counts: Counts, assumed: Seq[float], worth: float) -> list[float]:
+        return counts.gains(assumed, worth, tree=self.source.tree)
