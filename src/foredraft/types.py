@@ -252,10 +252,13 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a proposer wants from the target: hidden states of these layers, and how it draws siblings."""
+    """What a proposer wants: hidden states of these layers of the target, and while it drafts some more slots
+    in the cache than its budget, where these are free; and how it draws siblings.
+    """
 
     hidden_layers: tuple[int, ...] = ()
     draw: Draw = "fixed"
+    spare_slots: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,12 +35,16 @@ class Drafter:
         """Return one draft a sequence, for which its table has slots, already while it is made."""
         drafts = dict.fromkeys(seqs, NO_DRAFT)
         drafting = [seq for seq in self._drafting(seqs) if self._offered(seq)]
-        if drafting and self.controller is not None:
+        if drafting and self.proposer is not None and self.controller is not None:
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
             for seq, budget in zip(drafting, budgets, strict=True):
                 grown = pool.grow(seq.table, len(seq.tokens) + budget)
                 assert grown
+            if self.proposer.needs.spare_slots:
+                for seq, budget in zip(drafting, budgets, strict=True):
+                    if budget:  # if there is room
+                        pool.grow(seq.table, len(seq.tokens) + budget + self.proposer.needs.spare_slots)
             drafts |= self._propose(drafting, budgets)
             for seq, budget in zip(drafting, budgets, strict=True):
                 assert len(drafts[seq]) <= budget

@@ -218,7 +218,8 @@ class _Trees(NamedTuple):
         """Lay out sequences whose trees begin."""
         seqs, at = np.zeros((len(begun), kernels.SEQ_FIELDS), np.int64), 0
         for row, tree in zip(seqs, begun, strict=True):
-            row[:5] = len(tree.tokens), tree.first, at, tree.budget, tree.levels
+            room = min(kernels.FED, tree.table.capacity - tree.first - len(tree.tokens))
+            row[:6] = len(tree.tokens), tree.first, at, tree.budget, tree.levels, room
             at += tree.table.capacity
         sharp = np.array([1 / (tree.temperature or 1.0) for tree in begun], np.float64)
         candidates = (len(begun), kernels.CANDIDATES)
@@ -230,10 +231,10 @@ class _Trees(NamedTuple):
         tokens, parents, scores = self.found
         return [
             Grown(
-                tokens[place, : seq[6]].tolist(),
-                parents[place, : seq[6]].tolist(),
-                scores[place, : seq[6]].tolist(),
-                self.fed[place, : seq[7]].tolist(),
+                tokens[place, : seq[7]].tolist(),
+                parents[place, : seq[7]].tolist(),
+                scores[place, : seq[7]].tolist(),
+                self.fed[place, : seq[8]].tolist(),
             )
             for place, seq in enumerate(self.seqs)
         ]

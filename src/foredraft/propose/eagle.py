@@ -25,10 +25,11 @@ from foredraft.models.heads import EagleLayer
 from foredraft.models.kernels import BEST, LEVELS
 from foredraft.propose.guess import at_nodes, drawn, is_processed
 from foredraft.tree import path_to
-from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
+from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
 _FEW = 32  # features that wait to be fed with the next draft; more are fed at once
 _WIDTH, _LEVELS = BEST, LEVELS  # nodes of a level that are continued, and candidates below each; levels
+_SPARE = 8  # nodes that are fed beyond the budget, if there are slots, to find better ones
 _WORTH = 0.15  # chance that a level's best nodes are all right so far, under which no deeper level is tried
 
 
@@ -99,7 +100,8 @@ class EagleProposer:
     ) -> None:
         config = head.config
         self.head, self.drawn = head, drawn
-        self.needs = Needs(hidden_layers=config.hidden_layers, draw="iid" if drawn else "fixed")
+        draw: Draw = "iid" if drawn else "fixed"
+        self.needs = Needs(hidden_layers=config.hidden_layers, draw=draw, spare_slots=_SPARE)
         self.target_ids = head.target_ids
         own = head.lm_head.weight.detach() if head.lm_head is not None else lm_head
         fast = CompiledEagle if can_compile_head(head, embedding) else FastEagle
@@ -225,13 +227,14 @@ class EagleProposer:
         self._choose(draft, first)
 
     def _choose(self, draft: _Growing, first: int) -> None:
-        """Mark for the next level the best of the newest candidates, where they can still get into the
-        draft.
+        """Mark for the next level the best of the newest candidates, below which others can still get into
+        the draft.
         """
         newest = sorted(range(first, len(draft.tokens)), key=lambda c: -draft.scores[c])[:_WIDTH]
         least = min(sorted(draft.scores, reverse=True)[: draft.budget], default=0.0)
-        room = draft.budget - len(draft.fed)  # a fed node takes a slot, and the budget's are there
-        chosen = [c for c in newest if draft.scores[c] >= least][:room]
+        room = draft.seq.table.capacity - len(draft.seq.tokens) + 1  # a fed node takes a slot
+        room = min(room, _WIDTH * _LEVELS) - len(draft.fed)
+        chosen = [c for c in newest if draft.scores[c] > least][:room]
         if draft.levels <= 0 or sum(exp(draft.scores[c]) for c in chosen) < _WORTH:
             return
         assert draft.features is not None

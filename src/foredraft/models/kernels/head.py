@@ -35,10 +35,12 @@ _CHUNK = 64  # logits whose highest is kept
 _LOWEST = F32(-3e38)
 
 # What is kept of a sequence: how many rows wait, the position of the first of them, where its slots begin,
-# nodes and levels it may have. Then, as the tree grows: levels left, candidates, nodes fed, of these the
-# level's first and the next one's, and the level's first row and first wanted row.
-SEQ_FIELDS = 12
-(_WAITING, _FIRST, _SLOTS, _BUDGET, _LEFT, _ACTIVE, _FOUND, _FED, _FRONT, _DONE, _ROW, _WANTED) = range(12)
+# nodes and levels it may have, and how many nodes may be fed. Then, as the tree grows: whether it does,
+# candidates, nodes fed, of these the level's first and the next one's, the level's first row and wanted row.
+SEQ_FIELDS = 13
+_WAITING, _FIRST, _SLOTS, _BUDGET, _LEFT, _ROOM, _ACTIVE, _FOUND, _FED, _FRONT, _DONE, _ROW, _WANTED = range(
+    13
+)
 
 
 @njit(fastmath=True, **OPTIONS)
@@ -92,8 +94,8 @@ def _add_best(row: Any, sharp: Any, ids: Any, node: Any, above: Any, seq: Any, f
 
 @njit(**OPTIONS)
 def _choose(seq: Any, first: Any, scores: Any, fed: Any, worth: Any) -> None:
-    """Mark for the next level the best of the newest candidates, from `first` on, where they can still get
-    into the draft; none if the chance that one of them is right is not worth a level.
+    """Mark for the next level the best of the newest candidates, from `first` on, below which others can
+    still get into the draft; none if the chance that one of them is right is not worth a level.
     """
     count, budget = seq[_FOUND], seq[_BUDGET]
     if seq[_LEFT] <= 0:
@@ -101,8 +103,8 @@ def _choose(seq: Any, first: Any, scores: Any, fed: Any, worth: Any) -> None:
     least = np.sort(scores[:count])[::-1][min(budget, count) - 1]
     newest = first + np.argsort(-scores[first:count], kind="mergesort")
     chosen, chance = 0, 0.0
-    for candidate in newest[: max(0, min(BEST, budget - seq[_FED]))]:
-        if scores[candidate] >= least:
+    for candidate in newest[: max(0, min(BEST, seq[_ROOM] - seq[_FED]))]:
+        if scores[candidate] > least:
             fed[seq[_FED] + chosen] = candidate
             chosen += 1
             chance += np.exp(scores[candidate])
