@@ -17,7 +17,7 @@ from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import BlockTable, KVCache, LayerShape
-from foredraft.models import load_target
+from foredraft.models import kernels, load_target
 from foredraft.models.attention import Attend
 from foredraft.models.compiled_head import CompiledEagle, Waiting
 from foredraft.models.fast_head import FastEagle
@@ -70,7 +70,7 @@ def test_a_level_is_that_of_the_layers(hidden: int, inner: int, dim: int) -> Non
         ]
         for one, other in zip(*outs, strict=True):
             assert one.shape == other.shape
-            assert (one.float() - other).norm() / other.norm() < 0.03
+            assert (one.float() - other).norm() / other.norm() < 0.1  # weights have seven bits
 
 
 @torch.inference_mode()
@@ -90,6 +90,17 @@ def test_what_is_only_fed_is_written_to_the_cache() -> None:
     for store in (keys, values):
         assert torch.equal(store[slots[0]], store[slots[1]])
         assert store[slots[0]].any(-1).all()
+
+
+def test_weights_in_bytes_are_near() -> None:
+    weight = torch.randn(kernels.WIDTH + 9, 40)
+    weight[3] = 0
+    small, scales = kernels.in_bytes(weight)
+    assert small.shape == (2, 20, kernels.WIDTH, 2)
+    assert small.max() < 128
+    back = small.transpose(1, 2).reshape(-1, 40)[: len(weight)].float() - 64
+    wide = scales[: len(weight), None]
+    assert ((back * wide - weight).abs() <= wide / 2 + 1e-6).all()
 
 
 @pytest.mark.parametrize("budget", [1, 2, 5, 9, 40])

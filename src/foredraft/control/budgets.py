@@ -18,6 +18,7 @@ from foredraft.types import Source, StepOutput
 Deepest = Mapping[Source, int]  # of each source that drafts, the most nodes of a sequence
 
 _WORTHWHILE = 1.01  # of plain decoding: what a draft must promise
+_LEAST = 0.01  # chance that a node is accepted, under which none is weighed
 _PROBES = 0.007  # share of the time that may go into drafts that do not promise that
 _PROBE = 2  # nodes of such a draft
 _UNTRIED = 32  # steps after which a method is tried again although another promises more
@@ -75,11 +76,15 @@ class AcceptanceBudget:
         def draft_s(deepest: Deepest) -> float:
             return self._draft_s(deepest, count)
 
-        alike_s: dict[Source, list[float]] = {}  # a step's time if all draft 0, 1, 2 … nodes of a source
-        choices = [seq.sources for seq in seqs if seq.sources and len(seq.sources) > 1]
-        for source in {source for some in choices for source in some}:
-            sizes = range(source.longest + 1)
-            alike_s[source] = [alone_s(nodes * count) + draft_s({source: nodes}) for nodes in sizes]
+        known: dict[Source, list[float]] = {}
+
+        def alike_s(source: Source, nodes: int) -> float:
+            """A step's time if all draft so many nodes of a source."""
+            times = known.setdefault(source, [])
+            for size in range(len(times), nodes + 1):
+                times.append(alone_s(size * count) + draft_s({source: size}))
+            return times[nodes]
+
         pairs = zip(seqs, requests, strict=True)
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
         drafted_by = [request.source for request in requests]
@@ -121,7 +126,9 @@ class AcceptanceBudget:
             self._acceptances[source] = Acceptance(source)
         return self._acceptances[source]
 
-    def _choose(self, seq: Sequence, request: Request, alike_s: Mapping[Source, Seq[float]]) -> list[float]:
+    def _choose(
+        self, seq: Sequence, request: Request, alike_s: Callable[[Source, int], float]
+    ) -> list[float]:
         """Choose the source that would give the most if all sequences had one alike, or one that was not
         tried for long; return its gains.
         """
@@ -131,10 +138,12 @@ class AcceptanceBudget:
         sources = (self.source,) if seq.sources is None else seq.sources
         for source in sources:
             gains = self._of(source).gains(request)[: max(seq.levels_left, 0)]
+            while len(gains) > 1 and gains[-1] < _LEAST:
+                gains.pop()
             rate = 0.0
             if len(sources) > 1:
                 totals = accumulate(gains, initial=1.0)
-                rate = max(total / s for total, s in zip(totals, alike_s[source], strict=False))
+                rate = max(total / alike_s(source, nodes) for nodes, total in enumerate(totals))
                 if request.steps - request.chosen.get(source.method, 0) > _UNTRIED:
                     rate = inf
             if request.source is None or rate > best_rate:

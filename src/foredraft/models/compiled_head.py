@@ -1,4 +1,7 @@
-"""An EAGLE head on a CPU in bfloat16: all levels of its trees in one compiled call that the threads share."""
+"""An EAGLE head on a CPU in bfloat16: all levels of its trees in one compiled call that the threads share.
+
+What a head guesses need not be exact, and reading its weights is what a level takes: they are bytes.
+"""
 
 from __future__ import annotations
 
@@ -78,11 +81,13 @@ class CompiledEagle:
             mlp.down_proj.weight.detach(),
             projection,
         ]
-        tiles = self._tiles = Tiles((weight.shape[0], weight.shape[1]) for weight in products)
-        fc, qkv, out, gate_up, down, to_logits = (tiles.product(weight) for weight in products)
-        before = (tiles.norm(layer.input_layernorm), tiles.norm(layer.hidden_norm), fc, qkv, out)
-        after = (tiles.norm(layer.post_attention_layernorm), gate_up, down, tiles.norm(head.norm), to_logits)
-        self._head = np.array([embedding.data_ptr(), *before, *after, tiles.no_bias], np.int64)
+        tiles = self._tiles = Tiles(outputs=max(len(weight) for weight in products))
+        fc, qkv, out, gate_up, down, to_logits = (tiles.in_bytes(weight) for weight in products)
+        norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.norm)
+        of_tokens, of_features, before_mlp, last = ((tiles.norm(part), 0) for part in norms)
+        parts = [(embedding.data_ptr(), 0), of_tokens, of_features, fc, qkv, out, before_mlp, gate_up, down]
+        parts += [last, to_logits, (tiles.no_bias, 0)]
+        self._head, self._scales = np.ascontiguousarray(np.array(parts, np.int64).T)
         self._angles = KnownAngles(lambda positions: _angles(head, positions, embedding.dtype))
         self._compile(LayerShape(config.kv_heads, config.head_dim, config.head_dim))
 
@@ -164,6 +169,7 @@ class CompiledEagle:
         told = (
             board.ctypes.data,
             self._head,
+            self._scales,
             self._sizes,
             np.array([*buffers, 0 if features is None else features.data_ptr()], np.int64),
             kv.addresses[0],

@@ -17,14 +17,15 @@ class Tiles:
     """Holds what it gives addresses of. Products are in one piece of memory, which numpy asks the system to
     keep in large pages.
 
-    shapes: of each weight to come, outputs and inputs.
+    shapes: of each weight to come that is not in bytes, outputs and inputs; outputs: the most, if none is.
     """
 
-    def __init__(self, shapes: Iterable[tuple[int, int]]) -> None:
+    def __init__(self, shapes: Iterable[tuple[int, int]] = (), *, outputs: int = 0) -> None:
         shapes = list(shapes)
         size = sum(kernels.tiles(outputs) * kernels.WIDTH * inputs for outputs, inputs in shapes)
         self._free = torch.from_numpy(np.empty(size, np.int16)).view(torch.bfloat16)
-        self._zeros = torch.zeros(kernels.tiles(max(outputs for outputs, _ in shapes)) * kernels.WIDTH)
+        widest = max((outputs for outputs, _ in shapes), default=outputs)
+        self._zeros = torch.zeros(kernels.tiles(widest) * kernels.WIDTH)
         self._held = [self._free, self._zeros]
 
     @property
@@ -38,6 +39,11 @@ class Tiles:
         place, self._free = self._free[: tiles.numel()], self._free[tiles.numel() :]
         place.view(tiles.shape).copy_(tiles)
         return place.data_ptr()
+
+    def in_bytes(self, weight: Tensor) -> tuple[int, int]:
+        """Lay out weight [outputs, inputs] in bytes; where these are, and their scales."""
+        small, scales = kernels.in_bytes(weight.detach())
+        return self._hold(small), self._hold(scales)
 
     def bias(self, linears: list[Any], together: Callable[..., Tensor] | None = None) -> int:
         """The biases of linear layers that are one product, put together as their weights are."""

@@ -14,7 +14,7 @@ from foredraft.zoo import cache_dir
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
 
 from foredraft.models.kernels.attend import LEAST, scratch_size
-from foredraft.models.kernels.dense import HAS_TILES, WIDTH, interleaved, laid_out, tiles
+from foredraft.models.kernels.dense import HAS_TILES, WIDTH, in_bytes, interleaved, laid_out, tiles
 from foredraft.models.kernels.glue import add_norm, swiglu, turn_and_write
 from foredraft.models.kernels.head import (
     BEST,
@@ -49,6 +49,7 @@ __all__ = [
     "WIDTH",
     "add_norm",
     "attended",
+    "in_bytes",
     "interleaved",
     "laid_out",
     "lay_out",

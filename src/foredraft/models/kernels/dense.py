@@ -20,6 +20,7 @@ from foredraft.models.kernels.pairs import FEATURES, pair_sums
 _LANES, _VECTORS = 16, 3
 WIDTH = _LANES * _VECTORS
 HAS_TILES = bool(FEATURES.get("amx-bf16"))
+SMALL_AT_ONCE, OFFSET = 4, 128 + 64
 AT_ONCE = 8 if FEATURES.get("avx512f") else 2  # as many sums as there are registers for
 _one, _two = (pair_sums(rows, _VECTORS, _LANES, fresh=True) for rows in (1, 2))
 _ROW = UINT(4 * WIDTH)  # bytes of a row of a tile, and of sums
@@ -61,6 +62,25 @@ else:
             _two(x, apart, weights, _ROW, pairs, out, _ROW)
 
 
+_BYTE_ROW = UINT(2 * WIDTH)
+_one_small, _two_small, _three_small, _four_small = (
+    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_bytes=True) for rows in range(1, 5)
+)
+
+
+@njit(**OPTIONS)
+def byte_sums(x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any) -> None:
+    """The same for up to SMALL_AT_ONCE rows over a tile of bytes, each of which counts OFFSET too much."""
+    if rows == UINT(1):
+        _one_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+    elif rows == UINT(2):
+        _two_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+    elif rows == UINT(3):
+        _three_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+    else:
+        _four_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+
+
 def tiles(outputs: int) -> int:
     """Return how many tiles so many outputs take."""
     return -(-outputs // WIDTH)
@@ -71,6 +91,15 @@ def laid_out(weight: Tensor) -> Tensor:
     outputs, inputs = weight.shape
     whole = F.pad(weight, (0, 0, 0, -outputs % WIDTH))
     return whole.view(-1, WIDTH, inputs // 2, 2).transpose(1, 2)
+
+
+def in_bytes(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return weight [outputs, inputs] in tiles of bytes, 64 more than whole numbers from -64 to 63, and what
+    these are multiplied by, float32 [tiles * WIDTH].
+    """
+    scales = weight.float().abs().amax(1).clamp(min=1e-12) / 63
+    whole = (weight.float() / scales[:, None]).round().clamp(-64, 63) + 64
+    return laid_out(whole.to(torch.uint8)), F.pad(scales, (0, -len(scales) % WIDTH))
 
 
 def interleaved(gate: Tensor, up: Tensor) -> Tensor:

@@ -190,6 +190,7 @@ def _lay_out(
 def run_head(
     board: Any,
     head: Any,
+    scales: Any,
     sizes: Any,
     buffers: Any,
     cache: Any,
@@ -213,14 +214,15 @@ def run_head(
     """Do a thread's share of growing the trees of some sequences.
 
     head: addresses of the embedding [vocab, hidden], its norm and that of features, then norms, tiles and a
-    bias as in run_layers: fc, qkv, out, MLP norm, gate and up, down, last norm, projection, and zeros. sizes:
-    hidden, inner, query heads, key heads, dim, drafted vocabulary, width of what is fused. buffers: of x,
-    twice, normed, qkv, attended, gated, gathered, logits, and what is to be fused [first rows, that width]; x
-    is there already if that is 0. seqs: int64 [seqs, SEQ_FIELDS]; none if one level's logits are all that is
-    wanted. sharp: 1 / temperature of each. found: tokens, parents and scores of candidates, [seqs,
-    CANDIDATES] each; fed: which of them are fed, [seqs, FED]. rows, tails, spans: of a level, as
-    lay_out_first has them; state: of each level. ids: the target's of each drafted token. worth: see _choose.
-    angles, seen: as turned and attended have them, of these rows, tails, spans and slots.
+    bias as in run_layers: fc, qkv, out, MLP norm, gate and up, down, last norm, projection, and zeros.
+    scales: those of products in bytes, at the same places. sizes: hidden, inner, query heads, key heads, dim,
+    drafted vocabulary, width of what is fused. buffers: of x, twice, normed, qkv, attended, gated, gathered,
+    logits, and what is to be fused [first rows, that width]; x is there already if that is 0. seqs: int64
+    [seqs, SEQ_FIELDS]; none if one level's logits are all that is wanted. sharp: 1 / temperature of each.
+    found: tokens, parents and scores of candidates, [seqs, CANDIDATES] each; fed: which of them are fed,
+    [seqs, FED]. rows, tails, spans: of a level, as lay_out_first has them; state: of each level. ids: the
+    target's of each drafted token. worth: see _choose. angles, seen: as turned and attended have them, of
+    these rows, tails, spans and slots.
     """
     hidden, inner, queries = UINT(sizes[0]), UINT(sizes[1]), UINT(sizes[2])
     kv, dim, vocab, wide = UINT(sizes[3]), UINT(sizes[4]), UINT(sizes[5]), UINT(sizes[6])
@@ -236,7 +238,20 @@ def run_head(
             return
         at = UINT(level * LEVEL_PHASES)
         if level == 0 and features:
-            product(board, at, features, count, wide, UINT(head[3]), none, hidden, x, UINT(PUT), own)
+            product(
+                board,
+                at,
+                features,
+                count,
+                wide,
+                UINT(head[3]),
+                UINT(scales[3]),
+                none,
+                hidden,
+                x,
+                UINT(PUT),
+                own,
+            )
         done, phase = UINT(0), at + UINT(1)
         while True:
             row = claimed(board, phase)
@@ -256,6 +271,7 @@ def run_head(
             count,
             UINT(2) * hidden,
             UINT(head[4]),
+            UINT(scales[4]),
             none,
             columns,
             qkv,
@@ -292,6 +308,7 @@ def run_head(
             count,
             queries * dim,
             UINT(head[5]),
+            UINT(scales[5]),
             none,
             hidden,
             x,
@@ -300,9 +317,33 @@ def run_head(
         )
         norms(board, at + UINT(6), x, x, UINT(0), UINT(head[6]), count, hidden, eps, normed, UINT(0), False)
         product(
-            board, at + UINT(7), normed, count, hidden, UINT(head[7]), none, inner, gated, UINT(PUT_SILU), own
+            board,
+            at + UINT(7),
+            normed,
+            count,
+            hidden,
+            UINT(head[7]),
+            UINT(scales[7]),
+            none,
+            inner,
+            gated,
+            UINT(PUT_SILU),
+            own,
         )
-        product(board, at + UINT(8), gated, count, inner, UINT(head[8]), none, hidden, x, UINT(PUT_MORE), own)
+        product(
+            board,
+            at + UINT(8),
+            gated,
+            count,
+            inner,
+            UINT(head[8]),
+            UINT(scales[8]),
+            none,
+            hidden,
+            x,
+            UINT(PUT_MORE),
+            own,
+        )
         done, phase = UINT(0), at + UINT(9)
         while True:
             row = claimed(board, phase)
@@ -318,6 +359,7 @@ def run_head(
             wanted,
             hidden,
             UINT(head[10]),
+            UINT(scales[10]),
             none,
             vocab,
             logits,

@@ -125,6 +125,7 @@ def run_layers(
                     outputs,
                     hidden,
                     UINT(ending[1]),
+                    UINT(0),
                     UINT(ending[2]),
                     vocab,
                     logits,
@@ -185,4 +186,6 @@ def run_layers(
                 weights, bias, how = layer[_DOWN], layer[_DOWN_BIAS], UINT(PUT_MORE)
                 if layer[_AFTER_MLP]:
                     to, how = more, UINT(PUT)
-            product(board, phase, source, rows, inputs, UINT(weights), UINT(bias), width, to, how, own)
+            product(
+                board, phase, source, rows, inputs, UINT(weights), UINT(0), UINT(bias), width, to, how, own
+            )

@@ -18,6 +18,8 @@ from numba.extending import intrinsic
 FEATURES = binding.get_host_cpu_features() if config.CPU_NAME is None else {}
 _HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
+_HALF, _BYTE = ir.IntType(16), ir.IntType(8)
+_FROM_128 = 0x4300  # the bits of 128 in bfloat16, whose last seven are what is above it
 _HIGH = 0xFFFF0000 - (1 << 32)  # the upper half of a word: of a pair, the second one
 
 
@@ -88,14 +90,22 @@ def at(build: Any, base: Any, offset: Any, kind: ir.Type) -> Any:
     return build.inttoptr(build.add(base, offset), kind.as_pointer())
 
 
-def pair_sums(sums: int, vectors: int, lanes: int, *, fresh: bool) -> Any:
+def pair_sums(sums: int, vectors: int, lanes: int, *, fresh: bool, of_bytes: bool = False) -> Any:
     """Return a kernel of so many sums, each of `vectors` times `lanes` numbers.
 
     kernel(weights, apart, rows, stride, count, out, out_apart), addresses and bytes: sum g, float32 from out
     + g * out_apart on, grows by pair i of weights + g * apart times row i, `stride` behind row i - 1, a pair
     a number, one row after another; a fresh sum begins at zero. Every number of a sum depends on its own
-    column and weights alone.
+    column and weights alone. of_bytes: a number of a row is a byte below 128, and counts 128 more.
     """
+
+    def read(build: Any, rows: Any, offset: Any) -> Any:
+        if not of_bytes:
+            return build.load(at(build, rows, offset, words_of(lanes)), align=4)
+        halves = ir.VectorType(_HALF, 2 * lanes)
+        small = build.load(at(build, rows, offset, ir.VectorType(_BYTE, 2 * lanes)), align=2)
+        wide = build.or_(build.zext(small, halves), ir.Constant(halves, [_FROM_128] * 2 * lanes))
+        return build.bitcast(wide, words_of(lanes))
 
     @intrinsic
     def kernel(
@@ -119,10 +129,8 @@ def pair_sums(sums: int, vectors: int, lanes: int, *, fresh: bool) -> Any:
             firsts = [build.add(weights, build.mul(number(g), apart)) for g in range(sums)]
             with cgutils.for_range(build, count) as loop:
                 row = build.mul(loop.index, stride)
-                offsets = [build.add(row, number(4 * t * lanes)) for t in range(vectors)]
-                numbers = [
-                    build.load(at(build, rows, offset, words_of(lanes)), align=4) for offset in offsets
-                ]
+                size = (2 if of_bytes else 4) * lanes
+                numbers = [read(build, rows, build.add(row, number(t * size))) for t in range(vectors)]
                 for first, own in zip(firsts, held, strict=True):
                     pair = build.load(at(build, first, build.mul(loop.index, number(4)), WORD), align=4)
                     new = grown(build, lanes, numbers, pair, [build.load(sum_) for sum_ in own])

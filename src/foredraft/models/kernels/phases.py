@@ -10,7 +10,14 @@ import numpy as np
 from numba import carray, njit
 
 from foredraft.models.kernels.attend import attend
-from foredraft.models.kernels.dense import AT_ONCE, WIDTH, tile_sums
+from foredraft.models.kernels.dense import (
+    AT_ONCE,
+    OFFSET,
+    SMALL_AT_ONCE,
+    WIDTH,
+    byte_sums,
+    tile_sums,
+)
 from foredraft.models.kernels.glue import turn_and_write
 from foredraft.models.kernels.numbers import (
     F32,
@@ -50,6 +57,21 @@ def _grown(x: Any, more: Any, width: Any) -> None:
     a, b = carray(halves(x), (width,)), carray(halves(more), (width,))
     for i in range(width):
         a[i] = to_half(load(a[i]) + load(b[i]))
+
+
+@njit(fastmath=True, **OPTIONS)
+def _scaled(sums: Any, x: Any, rows: Any, inputs: Any, scales: Any) -> None:
+    """Take from sums of bytes what these counted too much, and scale them. x: the rows, bfloat16 [rows,
+    inputs].
+    """
+    s, w, a = carray(floats(sums), (_FAR,)), carray(floats(scales), (_FAR,)), carray(halves(x), (_FAR,))
+    for row in range(rows):
+        total = F32(0)
+        for i in range(inputs):
+            total += load(a[row * inputs + i])
+        for i in range(UINT(WIDTH)):
+            at = row * UINT(WIDTH) + i
+            s[at] = (s[at] - F32(OFFSET) * total) * w[i]
 
 
 @njit(fastmath=STEADY, **OPTIONS)
@@ -110,17 +132,21 @@ def product(
     rows: Any,
     inputs: Any,
     weights: Any,
+    scales: Any,
     bias: Any,
     outputs: Any,
     out: Any,
     how: Any,
     scratch: Any,
 ) -> None:
-    """Of rows [rows, inputs] and tiles of weights this thread's share; out: [rows, outputs]."""
+    """Of rows [rows, inputs] and tiles of weights, in bytes if there are scales, this thread's share; out:
+    [rows, outputs].
+    """
     gated = how >= UINT(PUT_SILU)
     width = UINT(HALF) if gated else UINT(WIDTH)
     count, chunks = (outputs + width - UINT(1)) // width, (rows + UINT(ROWS - 1)) // UINT(ROWS)
     done, units, apart = UINT(0), count * chunks, inputs * UINT(2)
+    at_once = UINT(SMALL_AT_ONCE) if scales else UINT(AT_ONCE)
     while True:
         unit = claimed(board, phase)
         if unit >= units:
@@ -129,16 +155,13 @@ def product(
         tile, first = unit // chunks, unit % chunks * UINT(ROWS)
         column, from_ = tile * width, bias + tile * UINT(4 * WIDTH)
         some, last = min(width, outputs - column), min(rows, first + UINT(ROWS))
-        for row in range(first, last, UINT(AT_ONCE)):
-            few = min(UINT(AT_ONCE), last - row)
-            tile_sums(
-                x + row * apart,
-                apart,
-                few,
-                weights + tile * apart * UINT(WIDTH),
-                inputs // UINT(2),
-                scratch,
-            )
+        for row in range(first, last, at_once):
+            few, from_row, pairs = min(at_once, last - row), x + row * apart, inputs // UINT(2)
+            if scales:
+                byte_sums(from_row, apart, few, weights + tile * inputs * UINT(WIDTH), pairs, scratch)
+                _scaled(scratch, from_row, few, inputs, scales + tile * UINT(4 * WIDTH))
+            else:
+                tile_sums(from_row, apart, few, weights + tile * apart * UINT(WIDTH), pairs, scratch)
             to = out + (row * outputs + column) * UINT(2)
             if gated:
                 _put_gated(scratch, from_, few, some, to, outputs, how == UINT(PUT_GELU))
