@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -60,7 +59,7 @@ class CompiledEagle:
     def __init__(self, head: EagleLayer, embedding: Tensor, projection: Tensor) -> None:
         config, layer = head.config, head.midlayer
         attention, mlp = layer.self_attn, layer.mlp
-        self._embedding, self._fc, self._eps = embedding, head.fc.weight.detach(), config.norm_eps
+        self._embedding, self._eps = embedding, config.norm_eps
         self._ids = head.target_ids.numpy()
         self._shape = (
             config.hidden_size,
@@ -69,10 +68,10 @@ class CompiledEagle:
             config.kv_heads,
             config.head_dim,
         )
-        self._sizes = np.array([*self._shape, len(projection), self._fc.shape[1]], np.int64)
+        self._sizes = np.array([*self._shape, len(projection), head.fc.in_features], np.int64)
         self._scale = config.head_dim**-0.5 * kernels.LOG2E
         products = [
-            self._fc,
+            head.fc.weight.detach(),
             torch.cat(
                 [part.weight.detach() for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
             ),
@@ -93,7 +92,12 @@ class CompiledEagle:
 
     def fuse(self, features: Tensor) -> Tensor:
         """features: [rows, fused width]. Returns [rows, hidden]."""
-        return F.linear(features, self._fc)
+        features, board = features.contiguous(), np.zeros(kernels.PHASE_BYTES // 8, np.int64)
+        found = features.new_empty(len(features), self._shape[0])
+        told = (board.ctypes.data, 0, features.data_ptr(), *features.shape, int(self._head[3]))
+        how = (int(self._scales[3]), self._tiles.no_bias, self._shape[0], found.data_ptr(), kernels.PUT)
+        threads.share(kernels.product, (*told, *how), kernels.own_bytes(0), alone=True)
+        return found
 
     def run(self, batch: Batch, features: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
         """Run one level over a batch; features: [rows, hidden]. Returns, of its logit rows, the features of
@@ -193,7 +197,7 @@ class CompiledEagle:
         """Run once, so that no request waits for the compiler."""
         kv, table = KVCache([shape], BLOCK, dtype=self._embedding.dtype, turned=True), BlockTable()
         kv.pool.grow(table, 1)
-        self.grow([Waiting([0], self._fc.new_zeros(1, self._fc.shape[1]), 0, table, 1, 1)], kv)
+        self.grow([Waiting([0], self._embedding.new_zeros(1, int(self._sizes[6])), 0, table, 1, 1)], kv)
 
 
 class _Level(NamedTuple):

@@ -28,7 +28,7 @@ from foredraft.models.kernels.head import (
 )
 from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
 from foredraft.models.kernels.numbers import LOG2E
-from foredraft.models.kernels.phases import attended, own_bytes
+from foredraft.models.kernels.phases import PUT, attended, own_bytes, product
 from foredraft.models.kernels.share import PHASE_BYTES
 from foredraft.models.kernels.sight import UNIT, lay_out
 
@@ -44,6 +44,7 @@ __all__ = [
     "LOG2E",
     "PHASES",
     "PHASE_BYTES",
+    "PUT",
     "SEQ_FIELDS",
     "UNIT",
     "WIDTH",
@@ -55,6 +56,7 @@ __all__ = [
     "lay_out",
     "lay_out_first",
     "own_bytes",
+    "product",
     "run_head",
     "run_layers",
     "scratch_size",

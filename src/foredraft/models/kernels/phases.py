@@ -142,6 +142,9 @@ def product(
     """Of rows [rows, inputs] and tiles of weights, in bytes if there are scales, this thread's share; out:
     [rows, outputs].
     """
+    board, phase, x, rows, inputs = UINT(board), UINT(phase), UINT(x), UINT(rows), UINT(inputs)
+    weights, scales, bias, outputs, out = UINT(weights), UINT(scales), UINT(bias), UINT(outputs), UINT(out)
+    how, scratch = UINT(how), UINT(scratch)
     gated = how >= UINT(PUT_SILU)
     width = UINT(HALF) if gated else UINT(WIDTH)
     count, chunks = (outputs + width - UINT(1)) // width, (rows + UINT(ROWS - 1)) // UINT(ROWS)
