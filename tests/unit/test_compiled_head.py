@@ -36,7 +36,7 @@ def head(hidden: int = 32, inner: int = 48, dim: int = 8) -> tuple[EagleLayer, T
     made.set_vocabulary(torch.randperm(VOCAB)[:DRAFTED])
     for parameter in made.parameters():
         if parameter.ndim > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
+            torch.nn.init.normal_(parameter, std=1.2 * hidden**-0.5)
         else:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return made.to(BF16).eval(), torch.randn(VOCAB, hidden).to(BF16), torch.randn(DRAFTED, hidden).to(BF16)
