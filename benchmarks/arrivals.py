@@ -13,7 +13,7 @@ from given import Given
 
 from foredraft import SamplingParams, zoo
 from foredraft.engine import Engine, EngineConfig
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 from foredraft.llm import load_tokenizer
 from foredraft.models import HFCausal, load_target
 from foredraft.propose import make_drafting

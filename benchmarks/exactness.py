@@ -37,7 +37,7 @@ from rich.table import Table
 
 from foredraft import SamplingParams
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.sampling import Noise, add_bias, argmax, draw, penalize, to_laws
 from foredraft.types import NO_DRAFT
 

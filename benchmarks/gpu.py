@@ -24,7 +24,8 @@ from rich.table import Table
 
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BlockTable
 from foredraft.models import HFCausal
 from foredraft.models.bucketed import BucketedCausal
 from foredraft.models.hf_causal import IMPLEMENTATION, attention

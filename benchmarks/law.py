@@ -37,7 +37,7 @@ from scipy.stats import chi2_contingency
 
 from foredraft import SamplingParams
 from foredraft.engine import Engine
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 
 LENGTH = 3
 ALARM = 1e-6

@@ -24,7 +24,7 @@ from rich.table import Table
 from foredraft import LLM, Completion, SamplingParams, zoo
 from foredraft.control.cost import on_line
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.models import HFCausal, load_target
 from foredraft.types import NO_DRAFT, SpecStats, chain
 

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 import transformers
 
-from foredraft.engine.kv import BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BlockTable
 from foredraft.models import HFCausal
 from foredraft.types import Draft
 

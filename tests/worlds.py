@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.models import HFCausal, load_target
 from foredraft.tree import is_chain
 from foredraft.types import NO_DRAFT, Draft, chain

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from fakes import ContextTarget, RandomProposer
 from foredraft.engine import Engine, EngineConfig
-from foredraft.engine.kv import BlockPool, BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BlockPool, BlockTable
 from foredraft.engine.protocols import Proposer, Sourced
 from foredraft.engine.sequence import Sequence
 from foredraft.propose import DraftModelProposer, EitherProposer, NgramProposer, SuffixProposer

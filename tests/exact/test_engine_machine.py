@@ -40,7 +40,7 @@ from exact.history import (
 )
 from foredraft.control import AcceptanceBudget, FixedBudget
 from foredraft.engine import Engine, EngineConfig, drafter, engine, kv, scheduler, sequence
-from foredraft.engine.kv import extend_keys
+from foredraft.engine.pool import extend_keys
 from foredraft.engine.sequence import Sequence
 from foredraft.propose import DraftModelProposer, draft_model
 from foredraft.types import SamplingParams, Source, StepOutput

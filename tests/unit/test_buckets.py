@@ -16,7 +16,7 @@ from torch import Tensor
 import tape
 import tiny_models
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.models.attention import visible
 from foredraft.models.bucketed import BucketedCausal
 from foredraft.models.buckets import Bucket, Inputs, packed, recorder, seen_bits

@@ -17,7 +17,8 @@ from torch import Tensor
 
 import tiny_models
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.models import HFCausal, kernels, load_target
 from foredraft.models.compiled import CompiledCausal
 from foredraft.models.fused import FusedCausal
@@ -25,7 +26,6 @@ from foredraft.types import NO_DRAFT, Draft, chain
 from tiny_models import TREE, VARIANTS, caches, fill_vectors, text_of
 
 Layers = list[tuple[int, ...]]
-pytestmark = pytest.mark.skipif(kernels.HAS_TILES, reason="oneDNN uses this CPU's matrix unit")
 
 
 @pytest.fixture(scope="module", params=sorted(VARIANTS))
@@ -128,7 +128,7 @@ def test_other_processors(tmp_path: Path) -> None:
         "import sys, torch\n"
         "from pathlib import Path\n"
         "from foredraft.engine.batch import Feed, make_batch\n"
-        "from foredraft.engine.kv import BlockTable\n"
+        "from foredraft.engine.pool import BlockTable\n"
         "from foredraft.models import load_target\n"
         "from foredraft.types import chain\n"
         "target = load_target(Path(sys.argv[1]), dtype='bfloat16', device='cpu')\n"

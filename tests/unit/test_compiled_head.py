@@ -16,7 +16,8 @@ import tiny_models
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BlockTable, KVCache, LayerShape
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BlockTable
 from foredraft.models import kernels, load_target
 from foredraft.models.attention import Attend
 from foredraft.models.compiled_head import CompiledEagle, Waiting

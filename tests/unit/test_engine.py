@@ -13,7 +13,7 @@ import torch
 from fakes import ContextTarget, RandomProposer
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.types import Needs, SamplingParams, Source, StepOutput

@@ -10,7 +10,8 @@ import torch
 
 import tiny_models
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.models import HFCausal, load_target
 from foredraft.models.fused import FusedCausal
 from foredraft.models.packed import can_pack, pack, pack_together

@@ -16,7 +16,7 @@ import tiny_models
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.models import HFCausal, load_target
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.propose import EitherProposer, NgramProposer

@@ -13,7 +13,8 @@ import transformers
 
 import tiny_models
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.errors import ConfigError, ModelError
 from foredraft.models import HFCausal, load_target
 from foredraft.types import NO_DRAFT, Draft

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable, KVCache, LayerShape
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BLOCK, BlockTable
+from foredraft.models import kernels, threads
 from foredraft.models import rows as laid_out
 from foredraft.models.attention import Attend, Head
-from foredraft.models.fused import Norm, Rotary, added, swiglu
 from foredraft.types import NO_DRAFT, Draft, chain
 
 TREE = (-1, -1, 0, 0, 1, 2, 4, 5)
@@ -134,45 +136,30 @@ def test_a_row_has_the_same_bits_alone_in_a_chain_and_in_a_tree(length: int) -> 
     assert torch.equal(found[branch], torch.stack(alone))
 
 
-@pytest.mark.parametrize("rows", [1, 4, 33])
-@pytest.mark.parametrize("width", [8, 576, 1000])
-def test_norms_and_activations(rows: int, width: int) -> None:
-    x, more, norm = bf16(rows, width), bf16(rows, width, seed=1), Norm(bf16(width, seed=2), 1e-5)
-    both, (total, normed) = x + more, added(x, more.clone(), norm)
-    assert torch.equal(total, both)
-    torch.testing.assert_close(normed, norm(both), atol=0.02, rtol=0.01)
-    gate_up = 4 * bf16(rows, 2 * width, seed=3)
-    gate, up = gate_up.float().chunk(2, -1)
-    torch.testing.assert_close(
-        swiglu(gate_up).float(), torch.nn.functional.silu(gate) * up, atol=1e-3, rtol=0.01
-    )
+def product(x: Tensor, weight: Tensor, outputs: int, how: int) -> Tensor:
+    """Rows [rows, inputs] times a weight, with what becomes of the sums."""
+    tiles, board = kernels.laid_out(weight).contiguous(), np.zeros(16, np.int64)
+    bias, out = torch.zeros(len(tiles) * kernels.WIDTH), x.new_zeros(len(x), outputs)
+    told = (board.ctypes.data, 0, x.data_ptr(), *x.shape, tiles.data_ptr(), 0, bias.data_ptr())
+    threads.share(kernels.product, (*told, outputs, out.data_ptr(), how), kernels.own_bytes(0), alone=True)
+    return out
+
+
+@pytest.mark.parametrize("rows", [1, 5, 8, 33])
+@pytest.mark.parametrize(("outputs", "inputs"), [(48, 2), (50, 576), (1, 1000)])
+def test_products(rows: int, outputs: int, inputs: int) -> None:
+    x, weight = bf16(rows, inputs), bf16(outputs, inputs, seed=1)
+    wanted = x.float() @ weight.float().T
+    torch.testing.assert_close(product(x, weight, outputs, kernels.PUT).float(), wanted, atol=0.02, rtol=0.01)
 
 
 def test_gates_far_from_zero() -> None:
-    gate = torch.tensor([[-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]])
-    found = swiglu(torch.cat([gate, torch.ones_like(gate)], -1).bfloat16())
-    torch.testing.assert_close(found.float(), torch.nn.functional.silu(gate), atol=1e-3, rtol=0.01)
-
-
-def test_keys_and_queries_turn_as_the_rotary_module_turns_them() -> None:
-    texts = Texts([40], 3, 64, 3)
-    feeds = texts.feeds([TREE])
-    batch = make_batch(feeds)
-    rows = len(batch.token_ids)
-    angles = torch.rand(rows, 32)
-    cos, sin = (torch.cat([part, part], -1).bfloat16() for part in (angles.cos(), angles.sin()))
-    rotary = Rotary(cos.unsqueeze(1), torch.cat([-sin[:, :32], sin[:, 32:]], -1).unsqueeze(1))
-    qkv = bf16(rows + 2, 15, 64)
-    turned = rotary(qkv[:rows, :12])
-    attend = Attend(batch, texts.kv, torch.device("cpu"), torch.bfloat16)
-    value = qkv[:rows, 12:].clone()
-    found = attend.turned(0, qkv, rotary.cos, rotary.sin, Head())
-    torch.testing.assert_close(qkv[:rows, :12], turned, atol=0.02, rtol=0.01)
-    slots = feeds[0].table.slot_ids(40, 40 + rows)
-    keys, values = held(texts.kv)
-    assert torch.equal(keys[slots], qkv[:rows, 9:12])
-    assert torch.equal(values[slots], value)
-    torch.testing.assert_close(
-        found[:rows].float(), wanted(texts, feeds, qkv[:rows, :9], Head()), atol=0.01, rtol=0.01
-    )
-    assert not found[rows:].any()
+    gates = torch.tensor([-1e30, -200.0, -88.0, 0.0, 88.0, 200.0, 1e30, 3.0]).bfloat16()
+    x = torch.stack([gates, torch.ones_like(gates)], 1)  # a gate, and up
+    weight = kernels.interleaved(torch.tensor([[1.0, 0.0]]), torch.tensor([[0.0, 1.0]])).bfloat16()
+    for how, wanted in (
+        (kernels.PUT_SILU, torch.nn.functional.silu(gates.float())),
+        (kernels.PUT_GELU, torch.nn.functional.gelu(gates.float(), approximate="tanh")),
+    ):
+        found = product(x, weight, 1, how).float()[:, 0]
+        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=0.01)

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foredraft.engine.kv import BLOCK, BlockPool, BlockTable, KVCache, LayerShape
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BLOCK, BlockPool, BlockTable
 from foredraft.errors import CapacityError
 
 

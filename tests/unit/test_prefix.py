@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fakes import ContextTarget, RandomProposer
 from foredraft.control import FixedBudget
 from foredraft.engine import Engine, EngineConfig
-from foredraft.engine.kv import BLOCK, BlockPool, BlockTable, extend_keys
+from foredraft.engine.pool import BLOCK, BlockPool, BlockTable, extend_keys
 from foredraft.types import SamplingParams
 
 VOCAB = 7

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.watch import Watch
 from foredraft.types import NO_DRAFT, chain

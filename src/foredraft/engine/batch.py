@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.tree import depths, is_chain
 from foredraft.types import Draft
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 
 from torch import Tensor
 
-from foredraft.engine.kv import BLOCK, BlockPool
+from foredraft.engine.pool import BLOCK, BlockPool
 from foredraft.engine.protocols import Controller, Proposer, Sourced, StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError

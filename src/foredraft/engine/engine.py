@@ -18,8 +18,8 @@ from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.config import EngineConfig, Load
 from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs
 from foredraft.engine.drafter import Drafter
-from foredraft.engine.kv import BLOCK, extend_keys
 from foredraft.engine.news import news
+from foredraft.engine.pool import BLOCK, extend_keys
 from foredraft.engine.protocols import Controller, Proposer, StepTimes, Target
 from foredraft.engine.scheduler import Planned, Scheduler
 from foredraft.engine.sequence import Sequence

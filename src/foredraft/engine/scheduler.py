@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from foredraft.engine.kv import BLOCK, KVCache, extend_keys
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BLOCK, extend_keys
 from foredraft.engine.sequence import Sequence
 
 

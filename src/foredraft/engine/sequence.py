@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from foredraft.engine.kv import BLOCK, BlockTable
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.sampling import Noise
 from foredraft.types import Grammar, SamplingParams, Source, SpecStats, TextSink
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from foredraft.control.cost import level, on_line
 from foredraft.engine import Engine, EngineConfig
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 from foredraft.engine.protocols import Proposer, StepTimes, Target
 from foredraft.engine.sequence import Sequence
 from foredraft.measure.replay import Known

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 from foredraft.engine import Engine, EngineConfig
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 from foredraft.engine.protocols import Controller
 from foredraft.errors import ConfigError, ForedraftError
 from foredraft.llm import LLM

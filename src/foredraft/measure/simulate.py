@@ -16,7 +16,8 @@ from torch import Tensor
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.batch import Batch
 from foredraft.engine.drafter import Drafter
-from foredraft.engine.kv import BLOCK, KVCache, LayerShape
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BLOCK
 from foredraft.engine.protocols import Controller, ForwardOut
 from foredraft.engine.sequence import Sequence
 from foredraft.measure.costs import DraftCosts, LoadCosts

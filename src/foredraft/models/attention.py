@@ -10,7 +10,7 @@ the pass holds, so that a token decoded alone and the same token in a draft get 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Span
-from foredraft.engine.kv import BlockPool, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BlockPool
 from foredraft.models import kernels
-from foredraft.models.rows import NODES, TOKENS, Rows
+from foredraft.models.rows import Rows
 from foredraft.tree import ancestor_mask, depths
 
 FEW_ROWS = 32  # spans up to this size are padded together; grouped heads are folded into rows up to it
@@ -65,22 +66,18 @@ def quick(x: Tensor) -> bool:
 class Attend:
     """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it.
 
-    rows: where all rows are written, and what the kernels attend to, of sequences with few; groups: the rest.
+    rows: where all rows are written and what they see, for the kernels; groups: the same for torch.
     """
 
     def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
         self._spans = batch.spans
-        parts = [_parts(span) if kv.turned else [span] for span in batch.spans]
-        every = [part for some in parts for part in some]
-        self._few = [span for span in every if span.rows <= FEW_ROWS]
-        self.groups = [self._group([span]) for span in every if span.rows > FEW_ROWS]
-        self.rows = Rows(batch.spans, [_few(some) for some in parts]) if kv.turned else None
+        self.rows = Rows(batch.spans) if kv.turned else None
 
     @cached_property
     def _written(self) -> slice | Tensor:
-        """Where the rows go, for who writes by torch: the fused layers write by a kernel."""
+        """Where the rows go."""
         if len(self._spans) == 1 and not self.kv.turned:
             (span,) = self._spans
             found = span.table.slots(span.first_slot, span.length)
@@ -89,50 +86,28 @@ class Attend:
         return torch.cat(ids).to(self.device)
 
     @cached_property
-    def _every_group(self) -> list[_Group]:
-        return self.groups + [self._group(spans) for spans in alike(self._few)]
+    def groups(self) -> list[_Group]:
+        """The sequences by what is attended in one call."""
+        few = [span for span in self._spans if span.rows <= FEW_ROWS]
+        many = [span for span in self._spans if span.rows > FEW_ROWS]
+        return [self._group([span]) for span in many] + [self._group(spans) for spans in alike(few)]
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, head: Head) -> Tensor:
         """query: [heads, rows, dim]; key, value: [kv_heads, rows, dim]. Returns [rows, heads, value_dim]."""
         self.kv.write(layer, self._written, key.transpose(0, 1), value.transpose(0, 1))
-        return self._read(layer, query, head)
-
-    def turned(self, layer: int, qkv: Tensor, cos: Tensor, sin: Tensor, head: Head) -> Tensor:
-        """The same where `rows` is: turns queries and keys by their angles, in place, before it writes.
-
-        qkv: [at least rows, heads + 2 * kv_heads, dim]; cos, sin: [rows, 1, dim], the first half of sin
-        negated. Returns [as qkv, heads, dim], zeros beyond the rows.
-        """
-        assert self.rows is not None
-        shape, rows = self.kv.shapes[layer], len(cos)
-        queries = qkv.shape[1] - 2 * shape.heads
-        kernels.turn_and_write(
-            qkv.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            self.rows.written.ctypes.data,
-            *self.kv.addresses[layer],
-            rows,
-            queries,
-            shape.heads,
-            shape.key_dim,
-        )
-        out = qkv.new_empty(len(qkv), queries, qkv.shape[2])
-        out[rows:] = 0
-        return self._read(layer, qkv[:rows, :queries].transpose(0, 1), head, out)
-
-    def _read(self, layer: int, query: Tensor, head: Head, out: Tensor | None = None) -> Tensor:
-        """query: [heads, rows, dim]. Returns [rows, heads, value_dim], in `out` if there is one."""
         shape = self.kv.shapes[layer]
-        quickly = self.rows is not None and head.softcap is None and shape.value_dim % kernels.LEAST == 0
-        groups = self.groups if quickly else self._every_group
-        if out is None:
-            if len(groups) == 1 and not quickly and groups[0].target_rows is None:
-                return self._attend(layer, groups[0], query, head)[0]
-            out = query.new_empty(query.shape[1], query.shape[0], shape.value_dim)
-        if quickly and self._few:
-            assert self.rows is not None
-            self.rows.attend(query, self.kv.addresses[layer], shape, out, head.scale, head.window)
+        if self.rows is None or head.softcap is not None or shape.value_dim % kernels.LEAST:
+            return self._read(layer, query, head)
+        out = query.new_empty(query.shape[1], query.shape[0], shape.value_dim)
+        self.rows.attend(query, self.kv.addresses[layer], shape, out, head.scale, head.window)
+        return out
+
+    def _read(self, layer: int, query: Tensor, head: Head) -> Tensor:
+        """query: [heads, rows, dim]. Returns [rows, heads, value_dim]."""
+        shape, groups = self.kv.shapes[layer], self.groups
+        if len(groups) == 1 and groups[0].target_rows is None:
+            return self._attend(layer, groups[0], query, head)[0]
+        out = query.new_empty(query.shape[1], query.shape[0], shape.value_dim)
         for group in groups:
             found = self._attend(layer, group, query, head)
             if group.target_rows is None:
@@ -201,21 +176,6 @@ class Attend:
                 mask = mask.repeat(1, share, 1).unsqueeze(1).to(self.device)
             group.masks[window, share] = mask
         return group.masks[window, share]
-
-
-def _parts(span: Span) -> list[Span]:
-    """Part a prompt from the draft behind it, so that its rows are attended as they are without a draft."""
-    if span.pending <= FEW_ROWS or not span.parents:
-        return [span]
-    start, kv_len = span.start + span.pending, span.kv_len + span.pending
-    return [replace(span, parents=()), replace(span, start=start, pending=0, kv_len=kv_len)]
-
-
-def _few(parts: Seq[Span]) -> int:
-    """Return which rows of a span, parted so, are few."""
-    if len(parts) == 2:
-        return NODES if parts[1].rows <= FEW_ROWS else 0
-    return TOKENS | NODES if parts[0].rows <= FEW_ROWS else 0
 
 
 def alike(spans: Seq[Span]) -> list[list[Span]]:

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BlockTable
 from foredraft.engine.protocols import ForwardOut
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes, Record
 from foredraft.models.fused import KINDS, FusedCausal, agree, has_fixed_angles

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Span
-from foredraft.engine.kv import BLOCK, BlockPool, KVCache, blocks_of
+from foredraft.engine.kv import KVCache, blocks_of
+from foredraft.engine.pool import BLOCK, BlockPool
 from foredraft.models.attention import Head, attention
 
 MOST_SEQS = 32

@@ -27,7 +27,7 @@ from foredraft.models.fused import (
     trial,
 )
 from foredraft.models.hf_causal import HFCausal
-from foredraft.models.rows import NODES, TOKENS, Rows
+from foredraft.models.rows import Rows
 from foredraft.models.tiles import Tiles
 from foredraft.sampling import widen
 
@@ -101,7 +101,7 @@ class CompiledCausal(HFCausal):
         board = np.zeros(phases * kernels.PHASE_BYTES // 8, np.int64)
         work = (board.ctypes.data, x.data_ptr(), normed, qkv, attended, gated, more)
         ending = (batch.logit_rows.data_ptr(), gathered, logits.data_ptr())
-        sight = Rows(batch.spans, [TOKENS | NODES] * len(batch.spans))
+        sight = Rows(batch.spans)
         seen, size = sight.told(queries, keys, dim, dim)
         sizes = (rows, *self._shape, vocab, outputs, self._gelu, sight.written.ctypes.data, sight.count)
         told = (
@@ -123,8 +123,8 @@ class CompiledCausal(HFCausal):
 
 
 def can_compile(target: HFCausal) -> bool:
-    """True for an architecture known here, in bfloat16 on a CPU without a matrix unit (AMX)."""
-    if kernels.HAS_TILES or target.dtype != torch.bfloat16 or not can_fuse(target):
+    """True for an architecture known here, in bfloat16 on a CPU, of widths that the kernels take."""
+    if target.dtype != torch.bfloat16 or not can_fuse(target):
         return False
     layer = target.model.model.layers[0]
     dim = layer.self_attn.head_dim

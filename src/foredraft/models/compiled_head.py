@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.engine.batch import Batch
-from foredraft.engine.kv import BLOCK, BlockPool, BlockTable, KVCache, LayerShape
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BLOCK, BlockPool, BlockTable
 from foredraft.models import kernels, threads
 from foredraft.models.attention import Attend, quick
 from foredraft.models.fused import KnownAngles, Rotary

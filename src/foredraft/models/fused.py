@@ -1,5 +1,5 @@
-"""The fast path on CPU for Llama, its kin and Gemma 3: the same numbers as transformers' modules, with fewer
-steps.
+"""Llama, its kin and Gemma 3 in torch, the same numbers as transformers' modules with fewer steps: in float32
+on a CPU, and on a GPU.
 
 Queries, keys and values are one linear layer, gate and up another; rotary angles are computed once a pass.
 Which architectures: those in `KINDS`, if a trial run agrees with transformers' own modules.
@@ -17,10 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.engine.protocols import ForwardOut
-from foredraft.models import kernels
-from foredraft.models.attention import Attend, Head, quick
+from foredraft.models.attention import Head
 from foredraft.models.hf_causal import HFCausal
 from foredraft.models.packed import LEAST_ROWS, PackedLinear, PlainLinear, can_pack, pack, pack_together
 from foredraft.types import Draft
@@ -131,12 +130,9 @@ class DecoderLayer:
         if self.query_norm is not None and self.key_norm is not None:
             qkv[:, : self.queries] = self.query_norm(qkv[:, : self.queries])
             qkv[:, self.queries : turned] = self.key_norm(qkv[:, self.queries : turned])
-        if isinstance(attend, Attend) and attend.rows is not None:
-            found = attend.turned(index, qkv, rotary.cos, rotary.sin, self.head).flatten(1)
-        else:
-            both, value = rotary(qkv[:rows, :turned]), qkv[:rows, turned:].transpose(0, 1)
-            query, key = both[:, : self.queries].transpose(0, 1), both[:, self.queries :].transpose(0, 1)
-            found = _padded(attend(index, query, key, value, self.head).flatten(1), len(normed))
+        both, value = rotary(qkv[:rows, :turned]), qkv[:rows, turned:].transpose(0, 1)
+        query, key = both[:, : self.queries].transpose(0, 1), both[:, self.queries :].transpose(0, 1)
+        found = _padded(attend(index, query, key, value, self.head).flatten(1), len(normed))
         out: Tensor = self.out(found)
         return out
 
@@ -269,22 +265,12 @@ def norm(module: Any) -> Norm:
 
 def added(x: Tensor, more: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
     """Return x + more, in the place of `more`, and that under a norm, [rows, width] each."""
-    if not quick(x) or type(norm) is not Norm:
-        more.add_(x)
-        return more, norm(more)
-    normed = torch.empty_like(more)
-    addresses = (part.data_ptr() for part in (x, more, norm.weight, normed))
-    kernels.add_norm(*addresses, *more.shape, norm.eps)
-    return more, normed
+    more.add_(x)
+    return more, norm(more)
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [rows, 2 * width], the gate in the first half."""
-    if quick(gate_up):
-        rows, width = len(gate_up), gate_up.shape[1] // 2
-        found = gate_up.new_empty(rows, width)
-        kernels.swiglu(gate_up.data_ptr(), found.data_ptr(), rows, width)
-        return found
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 

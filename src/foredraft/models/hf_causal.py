@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.kv import BlockTable, KVCache, LayerShape
+from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BlockTable
 from foredraft.engine.protocols import ForwardOut
 from foredraft.errors import ModelError
 from foredraft.models.attention import Attend, Head

@@ -10,22 +10,22 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from foredraft.engine.batch import Span
-from foredraft.engine.kv import BLOCK, BlockPool, LayerShape
+from foredraft.engine.kv import LayerShape
+from foredraft.engine.pool import BLOCK, BlockPool
 from foredraft.models import kernels, threads
 
 Ints = NDArray[np.int64]
-TOKENS, NODES = 1, 2  # of a span, which attend
 _ALONE = 8000  # keys, read by units of rows, up to which waking threads takes longer than what they save
 
 
 class Rows:
-    """Where the rows of a batch are written and what they see. which: of each span, TOKENS, NODES or both."""
+    """Where the rows of a batch are written and what they see."""
 
-    def __init__(self, spans: Seq[Span], which: Seq[int]) -> None:
+    def __init__(self, spans: Seq[Span]) -> None:
         told, blocks, most, tails = [], 0, 0, 0
-        for span, its in zip(spans, which, strict=True):
+        for span in spans:
             nodes = len(span.parents)
-            told.append((span.start, span.pending, span.kv_len, span.cached_nodes, nodes, blocks, its))
+            told.append((span.start, span.pending, span.kv_len, span.cached_nodes, nodes, blocks))
             blocks, most = blocks + len(span.table.blocks), most + -(-span.rows // kernels.UNIT) + 1
             tails += nodes * nodes
         rows = spans[-1].stop

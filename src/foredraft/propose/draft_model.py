@@ -15,7 +15,8 @@ from torch import Tensor
 
 from foredraft import sampling
 from foredraft.engine.batch import Feed, make_batch
-from foredraft.engine.kv import BLOCK, BlockTable, KVCache
+from foredraft.engine.kv import KVCache
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError

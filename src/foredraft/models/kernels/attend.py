@@ -12,7 +12,7 @@ from typing import Any
 
 from numba import carray, njit
 
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 from foredraft.models.kernels.numbers import (
     F32,
     OPTIONS,

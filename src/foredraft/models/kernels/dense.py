@@ -19,7 +19,6 @@ from foredraft.models.kernels.pairs import FEATURES, pair_sums
 
 _LANES, _VECTORS = 16, 3
 WIDTH = _LANES * _VECTORS
-HAS_TILES = bool(FEATURES.get("amx-bf16"))
 SMALL_AT_ONCE, OFFSET = 4, 128 + 64
 AT_ONCE = 8 if FEATURES.get("avx512f") else 2  # as many sums as there are registers for
 _one, _two = (pair_sums(rows, _VECTORS, _LANES, fresh=True) for rows in (1, 2))

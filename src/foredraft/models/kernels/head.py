@@ -9,181 +9,24 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-from numba import carray, njit
+from numba import njit
 
-from foredraft.models.kernels.numbers import F32, OPTIONS, UINT, floats
+from foredraft.models.kernels.numbers import F32, OPTIONS, UINT
+from foredraft.models.kernels.one_row import copied, normed_row
 from foredraft.models.kernels.phases import (
     PUT,
     PUT_FLOATS,
     PUT_MORE,
     PUT_SILU,
     attended,
-    copied,
-    normed_row,
     norms,
     product,
     turned,
 )
 from foredraft.models.kernels.share import claimed, finish
+from foredraft.models.kernels.tree import ACTIVE, LEVELS, grow, lay_out_next
 
-LEVELS = 8  # the deepest draft
-BEST = 4  # nodes of a level that are fed, and candidates below each
-FED, CANDIDATES = BEST * LEVELS, BEST + BEST * BEST * (LEVELS - 1)
 LEVEL_PHASES = 13
-_CHUNK = 64  # logits whose highest is kept
-_LOWEST = F32(-3e38)
-
-# What is kept of a sequence: how many rows wait, the position of the first of them, where its slots begin,
-# nodes and levels it may have, and how many nodes may be fed. Then, as the tree grows: whether it does,
-# candidates, nodes fed, of these the level's first and the next one's, the level's first row and wanted row.
-SEQ_FIELDS = 13
-_WAITING, _FIRST, _SLOTS, _BUDGET, _LEFT, _ROOM, _ACTIVE, _FOUND, _FED, _FRONT, _DONE, _ROW, _WANTED = range(
-    13
-)
-
-
-@njit(fastmath=True, **OPTIONS)
-def _highest(row: Any, first: Any, last: Any) -> Any:
-    found = _LOWEST
-    for i in range(first, last):
-        found = max(found, row[i])
-    return found
-
-
-@njit(fastmath=True, **OPTIONS)
-def _total(row: Any, highest: Any, sharp: Any) -> Any:
-    total = F32(0)
-    for i in range(len(row)):
-        total += np.exp((row[i] - highest) * sharp)
-    return total
-
-
-@njit(**OPTIONS)
-def _first_of(row: Any, first: Any, last: Any, value: Any) -> Any:
-    for i in range(first, last):
-        if row[i] == value:
-            return i
-    return last - 1
-
-
-@njit(**OPTIONS)
-def _add_best(row: Any, sharp: Any, ids: Any, node: Any, above: Any, seq: Any, found: Any) -> None:
-    """Add the likeliest tokens after a node, -1 for the root, to a sequence's candidates. row: float32
-    [vocab], which loses these; sharp: 1 / temperature.
-    """
-    tokens, parents, scores = found
-    vocab = len(row)
-    chunks = (vocab + _CHUNK - 1) // _CHUNK
-    highs = np.empty(chunks, np.float32)
-    for chunk in range(chunks):
-        highs[chunk] = _highest(row, chunk * _CHUNK, min(vocab, (chunk + 1) * _CHUNK))
-    highest = _highest(highs, 0, chunks)
-    least = np.log(_total(row, highest, sharp))
-    for _ in range(min(BEST, vocab)):
-        high = _highest(highs, 0, chunks)
-        chunk = _first_of(highs, 0, chunks, high)
-        begin, end = chunk * _CHUNK, min(vocab, (chunk + 1) * _CHUNK)
-        best, at = _first_of(row, begin, end, high), seq[_FOUND]
-        tokens[at], parents[at] = ids[best], node
-        scores[at] = above + (high - highest) * sharp - least
-        seq[_FOUND] = at + 1
-        row[best] = _LOWEST
-        highs[chunk] = _highest(row, begin, end)
-
-
-@njit(**OPTIONS)
-def _choose(seq: Any, first: Any, scores: Any, fed: Any, worth: Any) -> None:
-    """Mark for the next level the best of the newest candidates, from `first` on, below which others can
-    still get into the draft; none if the chance that one of them is right is not worth a level.
-    """
-    count, budget = seq[_FOUND], seq[_BUDGET]
-    if seq[_LEFT] <= 0:
-        return
-    least = np.sort(scores[:count])[::-1][min(budget, count) - 1]
-    newest = first + np.argsort(-scores[first:count], kind="mergesort")
-    chosen, chance = 0, 0.0
-    for candidate in newest[: max(0, min(BEST, seq[_ROOM] - seq[_FED]))]:
-        if scores[candidate] > least:
-            fed[seq[_FED] + chosen] = candidate
-            chosen += 1
-            chance += np.exp(scores[candidate])
-    if chance >= worth:
-        seq[_FED] += chosen
-
-
-@njit(**OPTIONS)
-def _grow(seq: Any, logits: Any, vocab: Any, sharp: Any, ids: Any, found: Any, fed: Any, worth: Any) -> None:
-    """Take in a level of one sequence. logits: float32 [wanted rows, vocab], by address."""
-    seq[_LEFT] -= 1
-    first, nodes = seq[_FOUND], seq[_DONE] - seq[_FRONT]
-    for place in range(max(nodes, 1)):
-        node = seq[_FRONT] + place if nodes else -1
-        above = found[2][fed[node]] if nodes else 0.0
-        at = UINT(logits) + UINT(seq[_WANTED] + place) * UINT(vocab) * UINT(4)
-        _add_best(carray(floats(at), (vocab,)), sharp, ids, node, above, seq, found)
-    _choose(seq, first, found[2], fed, worth)
-
-
-@njit(**OPTIONS)
-def lay_out_first(seqs: Any, slots: Any, rows: Any, spans: Any, state: Any) -> None:
-    """Lay out the rows that wait, of sequences that may grow and of others, whose cache alone is written.
-
-    rows: token, which is there already, position, slot, how many of its slots a row sees, where its tail
-    begins, from which row of the level before it goes on, and which rows' logits are wanted: int64 [7, rows +
-    1]. spans: as attend has them. state: rows, wanted rows, spans.
-    """
-    row, count = 0, 0
-    for s in range(len(seqs)):
-        seq = seqs[s]
-        waiting, first, begin = seq[_WAITING], seq[_FIRST], seq[_SLOTS]
-        seq[_ACTIVE], seq[_ROW], seq[_WANTED] = seq[_LEFT] > 0, row, count
-        if seq[_ACTIVE]:
-            spans[count, 0], spans[count, 1] = row, waiting
-            spans[count, 2], spans[count, 3] = begin, first + waiting
-            rows[6, count] = row + waiting - 1
-            count += 1
-        for i in range(waiting):
-            rows[1, row], rows[2, row] = first + i, slots[begin + first + i]
-            rows[3, row], rows[4, row] = first + i + 1, 0
-            row += 1
-    rows[4, row] = 0
-    state[0], state[1], state[2] = row, count, count
-
-
-@njit(**OPTIONS)
-def _lay_out(
-    seqs: Any, found: Any, fed: Any, slots: Any, rows: Any, tails: Any, spans: Any, state: Any
-) -> None:
-    """Lay out the rows of the nodes that are fed next, likewise; each sees its text and its own path."""
-    tokens, parents = found[0], found[1]
-    row, tail, count = 0, 0, 0
-    for s in range(len(seqs)):
-        seq = seqs[s]
-        front, done, length = seq[_FRONT], seq[_DONE], seq[_FIRST] + seq[_WAITING]
-        before = (
-            seq[_ROW] - front if done else seq[_ROW] + seq[_WAITING]
-        )  # where the row of node 0, or -1, is
-        seq[_ACTIVE], seq[_FRONT], seq[_DONE] = seq[_FED] > done, done, seq[_FED]
-        seq[_ROW], seq[_WANTED] = row, row
-        if seq[_ACTIVE]:
-            spans[count, 0], spans[count, 1] = row, seq[_FED] - done
-            spans[count, 2], spans[count, 3] = seq[_SLOTS], length + seq[_FED]
-            count += 1
-        for node in range(done, seq[_FED]):
-            depth, above = 0, node
-            while above >= 0:
-                depth, above = depth + 1, parents[s, fed[s, above]]
-            rows[0, row], rows[1, row] = tokens[s, fed[s, node]], length - 1 + depth
-            rows[2, row], rows[3, row] = slots[seq[_SLOTS] + length + node], length
-            rows[4, row], rows[5, row], rows[6, row] = tail, before + parents[s, fed[s, node]], row
-            tail, above = tail + depth, node
-            for place in range(depth):
-                tails[tail - 1 - place] = length + above
-                above = parents[s, fed[s, above]]
-            row += 1
-    rows[4, row] = tail
-    state[0], state[1], state[2] = row, row, count
 
 
 @njit(**OPTIONS)
@@ -221,7 +64,7 @@ def run_head(
     [seqs, SEQ_FIELDS]; none if one level's logits are all that is wanted. sharp: 1 / temperature of each.
     found: tokens, parents and scores of candidates, [seqs, CANDIDATES] each; fed: which of them are fed,
     [seqs, FED]. rows, tails, spans: of a level, as lay_out_first has them; state: of each level. ids: the
-    target's of each drafted token. worth: see _choose. angles, seen: as turned and attended have them, of
+    target's of each drafted token. worth: see tree.grow. angles, seen: as turned and attended have them, of
     these rows, tails, spans and slots.
     """
     hidden, inner, queries = UINT(sizes[0]), UINT(sizes[1]), UINT(sizes[2])
@@ -372,15 +215,15 @@ def run_head(
             if unit >= many:
                 break
             done += UINT(1)
-            if seqs[unit, _ACTIVE]:
+            if seqs[unit, ACTIVE]:
                 its = (found[0][unit], found[1][unit], found[2][unit])
-                _grow(seqs[unit], logits, vocab, F32(sharp[unit]), ids, its, fed[unit], worth)
+                grow(seqs[unit], logits, vocab, F32(sharp[unit]), ids, its, fed[unit], worth)
         finish(board, phase, done, many)
         if many == UINT(0):
             return
         done, phase = UINT(0), at + UINT(12)
         if claimed(board, phase) == UINT(0):
-            _lay_out(seqs, found, fed, slots, rows, tails, spans, state[level + 1])
+            lay_out_next(seqs, found, fed, slots, rows, tails, spans, state[level + 1])
             done = single
         finish(board, phase, done, single)
         x, other = other, x

@@ -12,13 +12,13 @@ from typing import Any
 from numba import carray, njit
 
 from foredraft.models.kernels.numbers import OPTIONS, UINT, ints
+from foredraft.models.kernels.one_row import copied
 from foredraft.models.kernels.phases import (
     PUT,
     PUT_GELU,
     PUT_MORE,
     PUT_SILU,
     attended,
-    copied,
     norms,
     product,
     turned,

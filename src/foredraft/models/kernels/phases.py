@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba import carray, njit
 
 from foredraft.models.kernels.attend import attend
@@ -18,7 +17,6 @@ from foredraft.models.kernels.dense import (
     byte_sums,
     tile_sums,
 )
-from foredraft.models.kernels.glue import turn_and_write
 from foredraft.models.kernels.numbers import (
     F32,
     LOG2E,
@@ -32,31 +30,12 @@ from foredraft.models.kernels.numbers import (
     load,
     to_half,
 )
+from foredraft.models.kernels.one_row import copied, grown, normed_row, turn_and_write
 from foredraft.models.kernels.share import claimed, finish
 
 ROWS = 64  # of a product that are one unit
 HALF = WIDTH // 2
 _FAR = UINT(1) << UINT(40)
-
-
-@njit(fastmath=True, **OPTIONS)
-def normed_row(x: Any, weight: Any, width: Any, eps: Any, out: Any) -> None:
-    """One row of bfloat16 [width] under a norm of float32 weights, by address; out may be x."""
-    a, w, o = carray(halves(x), (width,)), carray(floats(weight), (width,)), carray(halves(out), (width,))
-    total = F32(0)
-    for i in range(width):
-        total += load(a[i]) * load(a[i])
-    scale = F32(1) / np.sqrt(total / F32(width) + F32(eps))
-    for i in range(width):
-        o[i] = to_half(load(a[i]) * scale * w[i])
-
-
-@njit(fastmath=STEADY, **OPTIONS)
-def _grown(x: Any, more: Any, width: Any) -> None:
-    """x += more, bfloat16 [width], by address."""
-    a, b = carray(halves(x), (width,)), carray(halves(more), (width,))
-    for i in range(width):
-        a[i] = to_half(load(a[i]) + load(b[i]))
 
 
 @njit(fastmath=True, **OPTIONS)
@@ -204,18 +183,11 @@ def norms(
         at = row * size
         if after:
             normed_row(more + at, after, hidden, eps, more + at)
-            _grown(x + at, more + at, hidden)
+            grown(x + at, more + at, hidden)
         normed_row(x + at, weight, hidden, eps, out + at)
         if copy:
             copied((out if of_out else x) + at, copy + at, hidden)
     finish(board, phase, done, rows)
-
-
-@njit(**OPTIONS)
-def copied(source: Any, target: Any, width: Any) -> None:
-    a, b = carray(halves(source), (width,)), carray(halves(target), (width,))
-    for i in range(width):
-        b[i] = a[i]
 
 
 @njit(**OPTIONS)
@@ -238,7 +210,7 @@ def turned(
     values written. angles: tables of cos and sin, by position, and each row's position; cache: keys, values.
     """
     columns, size, done = (queries + UINT(2) * kv) * dim, dim * UINT(2), UINT(0)
-    positions = carray(ints(angles[2]), (rows,))
+    positions, places = carray(ints(angles[2]), (rows,)), carray(ints(slots), (rows,))
     while True:
         row = claimed(board, phase)
         if row >= rows:
@@ -249,8 +221,8 @@ def turned(
             for head in range(queries + kv):
                 weight = query_norm if head < queries else key_norm
                 normed_row(at + head * size, weight, dim, eps, at + head * size)
-        cos, sin, slot = UINT(angles[0]) + turn, UINT(angles[1]) + turn, UINT(slots) + row * UINT(8)
-        turn_and_write(at, cos, sin, slot, cache[0], cache[1], 1, queries, kv, dim)
+        cos, sin, slot = UINT(angles[0]) + turn, UINT(angles[1]) + turn, UINT(places[row])
+        turn_and_write(at, cos, sin, slot, cache[0], cache[1], queries, kv, dim)
     finish(board, phase, done, rows)
 
 

@@ -6,12 +6,12 @@ from typing import Any
 
 from numba import njit
 
-from foredraft.engine.kv import BLOCK
+from foredraft.engine.pool import BLOCK
 from foredraft.models.kernels.numbers import OPTIONS
 
 UNIT = 4  # rows that attend together
-SPAN_FIELDS = 7
-(_START, _PENDING, _KV_LEN, _CACHED, _NODES, _BLOCKS, _WHICH) = range(SPAN_FIELDS)
+SPAN_FIELDS = 6
+(_START, _PENDING, _KV_LEN, _CACHED, _NODES, _BLOCKS) = range(SPAN_FIELDS)
 
 
 @njit(**OPTIONS)
@@ -42,22 +42,16 @@ def lay_out(
     """Lay out the rows of some sequences.
 
     spans: int64 [sequences, SPAN_FIELDS], first row, pending tokens, positions in the cache, nodes in it, all
-    nodes, where its blocks begin in `blocks`, and which rows attend: 1 tokens, 2 nodes, 3 both; parents: of
-    all nodes. Fills slots of all positions, one sequence after another, where each row is written, and what
-    attend is told: units [·, 4], prefix, tail_at and tails. Returns how many units there are, the longest
-    text and the longest tail.
+    nodes, and where its blocks begin in `blocks`; parents: of all nodes. Fills slots of all positions, one
+    sequence after another, where each row is written, and what attend is told: units [·, 4], prefix, tail_at
+    and tails. Returns how many units there are, the longest text and the longest tail.
     """
     at, parent_at, tail, count, longest, deepest = 0, 0, 0, 0, 0, 0
     for s in range(len(spans)):
         span = spans[s]
-        start, pending, kv_len, cached, nodes = (
-            span[_START],
-            span[_PENDING],
-            span[_KV_LEN],
-            span[_CACHED],
-            span[_NODES],
-        )
-        text, length, which = kv_len + pending, kv_len + pending + nodes, span[_WHICH]
+        start, pending, kv_len = span[_START], span[_PENDING], span[_KV_LEN]
+        cached, nodes = span[_CACHED], span[_NODES]
+        text, length = kv_len + pending, kv_len + pending + nodes
         for pos in range(length):
             slots[at + pos] = blocks[span[_BLOCKS] + pos // BLOCK] * BLOCK + pos % BLOCK
         rows = length - kv_len - cached
@@ -80,15 +74,12 @@ def lay_out(
                     tails[tail + depth - 1 - place] = text + above
                     above = parents[parent_at + above]
                 tail, deepest = tail + depth, max(deepest, depth)
-        if which == 3 and pending <= UNIT:
+        if pending <= UNIT:
             count = _units(units, count, start, start + rows, at, length, False)
         else:
-            if which & 1:
-                count = _units(units, count, start, start + pending, at, text, True)
-            if which & 2:
-                count = _units(units, count, start + pending, start + rows, at, length, False)
-        if which:
-            longest = max(longest, length)
+            count = _units(units, count, start, start + pending, at, text, True)
+            count = _units(units, count, start + pending, start + rows, at, length, False)
+        longest = max(longest, length)
         at, parent_at = at + length, parent_at + nodes
         tail_at[start + rows] = tail
     return count, longest, deepest
