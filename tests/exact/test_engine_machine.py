@@ -39,7 +39,7 @@ from exact.history import (
     watched,
 )
 from foredraft.control import AcceptanceBudget, FixedBudget
-from foredraft.engine import Engine, EngineConfig, drafter, engine, kv, scheduler, sequence
+from foredraft.engine import Engine, EngineConfig, drafter, engine, kv, pool, scheduler, sequence
 from foredraft.engine.pool import extend_keys
 from foredraft.engine.sequence import Sequence
 from foredraft.propose import DraftModelProposer, draft_model
@@ -76,7 +76,7 @@ class EngineMachine(RuleBasedStateMachine):
         super().__init__()
         self.inner = PROPOSERS[name]() if name else None
         self.patch = pytest.MonkeyPatch()
-        for module in (draft_model, drafter, engine, kv, scheduler, sequence):
+        for module in (draft_model, drafter, engine, kv, pool, scheduler, sequence):
             self.patch.setattr(module, "BLOCK", BLOCK)
         self.requests: dict[str, Request] = {}
         self.texts: dict[bytes, list[int]] = {}  # of every block that was ever filled, by key
