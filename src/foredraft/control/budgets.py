@@ -78,12 +78,12 @@ class AcceptanceBudget:
 
         known: dict[Source, list[float]] = {}
 
-        def alike_s(source: Source, nodes: int) -> float:
-            """A step's time if all draft so many nodes of a source."""
+        def alike_s(source: Source, most: int) -> list[float]:
+            """A step's times if all draft 0, 1, 2 … `most` nodes of a source, and maybe more."""
             times = known.setdefault(source, [])
-            for size in range(len(times), nodes + 1):
+            for size in range(len(times), most + 1):
                 times.append(alone_s(size * count) + draft_s({source: size}))
-            return times[nodes]
+            return times
 
         pairs = zip(seqs, requests, strict=True)
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
@@ -127,7 +127,7 @@ class AcceptanceBudget:
         return self._acceptances[source]
 
     def _choose(
-        self, seq: Sequence, request: Request, alike_s: Callable[[Source, int], float]
+        self, seq: Sequence, request: Request, alike_s: Callable[[Source, int], list[float]]
     ) -> list[float]:
         """Choose the source that would give the most if all sequences had one alike, or one that was not
         tried for long; return its gains.
@@ -143,7 +143,8 @@ class AcceptanceBudget:
             rate = 0.0
             if len(sources) > 1:
                 totals = accumulate(gains, initial=1.0)
-                rate = max(total / alike_s(source, nodes) for nodes, total in enumerate(totals))
+                times = alike_s(source, len(gains))
+                rate = max(total / s for total, s in zip(totals, times, strict=False))
                 if request.steps - request.chosen.get(source.method, 0) > _UNTRIED:
                     rate = inf
             if request.source is None or rate > best_rate:
@@ -246,14 +247,19 @@ def best_budgets(
     deepest: dict[Source, int] = {}
     plain_s = pass_s(0)
     most, best = _WORTHWHILE * _worth(emitted, plain_s, plain_s, rate), 0
+    left = -sum(loss for loss, _, _ in order)
+    seconds = plain_s
     for taken, (loss, node, seq) in enumerate(order, start=1):
+        if _worth(emitted + left, seconds, plain_s, rate) <= most:
+            break  # even if all that is left took no time
         source = sources[seq]
         assert source is not None
-        emitted -= loss
+        emitted, left = emitted - loss, left + loss
         if node >= deepest.get(source, 0):
             deepest[source] = node + 1
             drafting_s = draft_s(deepest)
-        worth = _worth(emitted, pass_s(taken) + drafting_s, plain_s, rate)
+        seconds = pass_s(taken) + drafting_s
+        worth = _worth(emitted, seconds, plain_s, rate)
         if worth > most:
             most, best = worth, taken
     for _, _, seq in order[:best]:

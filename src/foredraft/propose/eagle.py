@@ -35,12 +35,26 @@ _WORTH = 0.15  # chance that a level's best nodes are all right so far, under wh
 
 @dataclass(slots=True, eq=False)
 class _State:
-    """Features [waiting, fused width] of a request that the cache does not hold yet, and of which position
-    the first is.
+    """Hidden states of a request that the cache does not hold yet, those of each step apart, how many there
+    are, and of which position the first is.
     """
 
     first: int
-    waiting: Tensor
+    count: int
+    steps: list[tuple[Tensor, ...]]
+
+    def add(self, layers: tuple[Tensor, ...]) -> None:
+        """Add the states of a step, [rows, hidden] of each layer."""
+        self.steps.append(layers)
+        self.count += len(layers[0])
+
+    def take(self, left: int = 0) -> Tensor:
+        """Return all but the last `left` as features [rows, fused width]; what is left waits."""
+        found = torch.cat([torch.cat(layers, dim=-1) for layers in self.steps])
+        taken = len(found) - left
+        self.first, self.count = self.first + taken, left
+        self.steps = [(found[taken:],)] if left else []
+        return found[:taken]
 
 
 @dataclass(slots=True, eq=False)
@@ -129,7 +143,7 @@ class EagleProposer:
 
     def _begin(self, seq: Sequence, budget: int) -> _Growing:
         state = self._states.get(seq.request_id)
-        ready = state is not None and state.first + len(state.waiting) == len(seq.tokens) - 1
+        ready = state is not None and state.first + state.count == len(seq.tokens) - 1
         return _Growing(seq, budget, min(budget, seq.levels_left, _LEVELS) if ready else 0)
 
     def _grow_all(self, fast: CompiledEagle, growing: Seq[_Growing]) -> list[_Growing]:
@@ -139,18 +153,18 @@ class EagleProposer:
             begun = []
             for draft in plain:
                 seq, state = draft.seq, self._states[draft.seq.request_id]
+                first = state.first
                 begun.append(
                     Waiting(
-                        seq.tokens[state.first + 1 :],
-                        state.waiting,
-                        state.first,
+                        seq.tokens[first + 1 :],
+                        state.take(),
+                        first,
                         seq.table,
                         draft.budget,
                         draft.levels,
                         seq.params.temperature,
                     )
                 )
-                state.first, state.waiting = len(seq.tokens) - 1, state.waiting[:0]
             for draft, grown in zip(plain, fast.grow(begun, self._kv, _WORTH), strict=True):
                 draft.tokens, draft.parents, draft.scores, draft.fed = grown
         return [draft for draft in growing if not draft.tokens]
@@ -170,8 +184,7 @@ class EagleProposer:
             seq, state = draft.seq, self._states[draft.seq.request_id]
             if not draft.tokens:
                 feeds.append(Feed(seq.tokens[state.first + 1 :], state.first, seq.table, NO_DRAFT))
-                features.append(self._fast.fuse(state.waiting))
-                state.first, state.waiting = len(seq.tokens) - 1, state.waiting[:0]
+                features.append(self._fast.fuse(state.take()))
             else:
                 nodes = draft.fed_draft()
                 feeds.append(Feed([], len(seq.tokens) - 1, seq.table, nodes, draft.frontier))
@@ -265,14 +278,12 @@ class EagleProposer:
         """Keep the features of what joined the cache; feed them if they are many."""
         many = []
         for seq, layers in zip(seqs, hidden, strict=True):
-            features = torch.cat(layers, dim=-1)
-            first = seq.kv_len - len(features)
+            first = seq.kv_len - len(layers[0])
             state = self._states.get(seq.request_id)
-            if state is None or state.first + len(state.waiting) != first:
-                state = self._states[seq.request_id] = _State(first, features)
-            else:
-                state.waiting = torch.cat([state.waiting, features]) if len(state.waiting) else features
-            if len(state.waiting) > _FEW:
+            if state is None or state.first + state.count != first:
+                state = self._states[seq.request_id] = _State(first, 0, [])
+            state.add(layers)
+            if state.count > _FEW:
                 many.append((seq, state))
         if many:
             self._feed(many)
@@ -283,15 +294,12 @@ class EagleProposer:
             Feed(seq.tokens[state.first + 1 : seq.kv_len], state.first, seq.table, None)
             for seq, state in many
         ]
+        features = [state.take(left=1) for _, state in many]
         if isinstance(self._fast, CompiledEagle):
-            rows = [(feed, state) for feed, (_, state) in zip(feeds, many, strict=True)]
-            begun = [Waiting(f.tokens, state.waiting[:-1], state.first, f.table) for f, state in rows]
-            self._fast.grow(begun, self._kv)
+            rows = zip(feeds, features, strict=True)
+            self._fast.grow([Waiting(f.tokens, some, f.kv_len, f.table) for f, some in rows], self._kv)
         else:
-            features = torch.cat([state.waiting[:-1] for _, state in many])
-            self._run(make_batch(feeds), self._fast.fuse(features))
-        for seq, state in many:
-            state.first, state.waiting = seq.kv_len - 1, state.waiting[-1:]
+            self._run(make_batch(feeds), self._fast.fuse(torch.cat(features)))
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""
