@@ -77,7 +77,8 @@ class Counts:
 @dataclass(slots=True)
 class Request:
     """What is known of one request: counts by source, the source of its newest draft, its steps and those at
-    which each method was last chosen, the steps since it last drafted, and whether it is being probed.
+    which each method was last chosen, the steps since it last drafted, and whether it is being probed. known:
+    gains by source, and of how many lessons over all requests and of its own.
     """
 
     counts: dict[Source, Counts] = field(default_factory=dict)
@@ -86,6 +87,8 @@ class Request:
     chosen: dict[str, int] = field(default_factory=dict)
     idle: int = 0
     probing: bool = False
+    lessons: int = 0
+    known: dict[Source, tuple[int, int, list[float]]] = field(default_factory=dict)
 
 
 class Acceptance:
@@ -101,6 +104,7 @@ class Acceptance:
         # Of a tree later nodes lie beside earlier ones, and lose less.
         self._prior = [source.prior / (n + 1) if source.tree else source.prior ** (n + 1) for n in ranks]
         self._overall: list[float] = []  # gains over all requests; none until they are asked for
+        self._lessons = 0
 
     def learn(self, request: Request, nodes: int, levels: int, path: Seq[int]) -> None:
         """Take in a step of a request. What it met with other sources fades too: that may have changed."""
@@ -110,6 +114,7 @@ class Acceptance:
             counts.learn(nodes if here else 0, path if here else (), _FADE)
         self.all.learn(nodes, path, _FADE_ALL)
         self._overall = []
+        self._lessons, request.lessons = self._lessons + 1, request.lessons + 1
         if nodes > 1:
             self.spread += 0.1 * (math.log(levels) / math.log(nodes) - self.spread)
 
@@ -119,9 +124,13 @@ class Acceptance:
 
     def gains(self, request: Request) -> list[float]:
         """Expected accepted tokens that the first, second, … node of a draft adds; they never grow."""
-        self._overall = self._overall or self._gains_of(self.all, self._prior, _WORTH_ALL)
-        counts = request.counts.get(self.source)
-        return self._overall if counts is None else self._gains_of(counts, self._overall, _WORTH)
+        known = request.known.get(self.source)
+        if known is None or known[:2] != (self._lessons, request.lessons):
+            self._overall = self._overall or self._gains_of(self.all, self._prior, _WORTH_ALL)
+            counts = request.counts.get(self.source)
+            found = self._overall if counts is None else self._gains_of(counts, self._overall, _WORTH)
+            known = request.known[self.source] = (self._lessons, request.lessons, found)
+        return known[2]
 
     def _gains_of(self, counts: Counts, assumed: Seq[float], worth: float) -> list[float]:
         return counts.gains(assumed, worth, tree=self.source.tree)
