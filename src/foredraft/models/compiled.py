@@ -129,7 +129,8 @@ def can_compile(target: HFCausal) -> bool:
     layer = target.model.model.layers[0]
     dim = layer.self_attn.head_dim
     even = all(part.in_features % 2 == 0 for parts in _linears(layer) for part in parts)
-    return even and dim % kernels.LEAST == 0 and len({head.scale for head in target.heads}) == 1
+    one = len({head.scale for head in target.heads}) == 1 and target.heads[0].softcap is None
+    return even and one and dim % kernels.LEAST == 0
 
 
 def compile_layers(slow: HFCausal) -> CompiledCausal | None:

@@ -62,20 +62,14 @@ class CompiledEagle:
         attention, mlp = layer.self_attn, layer.mlp
         self._embedding, self._eps = embedding, config.norm_eps
         self._ids = head.target_ids.numpy()
-        self._shape = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.heads,
-            config.kv_heads,
-            config.head_dim,
-        )
+        widths = (config.hidden_size, config.intermediate_size)
+        self._shape = (*widths, config.heads, config.kv_heads, config.head_dim)
         self._sizes = np.array([*self._shape, len(projection), head.fc.in_features], np.int64)
         self._scale = config.head_dim**-0.5 * kernels.LOG2E
+        together = (attention.q_proj, attention.k_proj, attention.v_proj)
         products = [
             head.fc.weight.detach(),
-            torch.cat(
-                [part.weight.detach() for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
-            ),
+            torch.cat([part.weight.detach() for part in together]),
             attention.o_proj.weight.detach(),
             kernels.interleaved(mlp.gate_proj.weight.detach(), mlp.up_proj.weight.detach()),
             mlp.down_proj.weight.detach(),
@@ -128,10 +122,8 @@ class CompiledEagle:
         rows = max(first, kernels.BEST * grown)
         told, state = np.zeros((7, rows + 1), np.int64), np.zeros((_STATES, 3), np.int64)
         told[0, :first] = [token for tree in begun for token in tree.tokens]
-        slots, spans = (
-            np.concatenate([_slots(tree.table) for tree in begun]),
-            np.zeros((grown, 4), np.int64),
-        )
+        slots = np.concatenate([_slots(tree.table) for tree in begun])
+        spans = np.zeros((grown, 4), np.int64)
         kernels.lay_out_first(trees.seqs, slots, told, spans, state[0])
         tails = np.zeros(rows * kernels.LEVELS, np.int64)
         longest = max(tree.first + len(tree.tokens) + kernels.FED for tree in begun)
@@ -160,10 +152,8 @@ class CompiledEagle:
         # What the levels work in: x of the level before, normed, qkv, attended, gated and the wanted rows.
         widths = (hidden, 2 * hidden, (queries + 2 * kv_heads) * dim, queries * dim, inner)
         parts = np.array([0, *(len(x) * width for width in widths)], np.int64).cumsum()
-        room, logits = (
-            x.new_empty(int(parts[-1]) + outputs * hidden),
-            torch.empty(outputs, int(self._sizes[5])),
-        )
+        room = x.new_empty(int(parts[-1]) + outputs * hidden)
+        logits = torch.empty(outputs, int(self._sizes[5]))
         buffers = (x.data_ptr(), *(room.data_ptr() + x.itemsize * parts), logits.data_ptr())
         known = self._angles.until(int(level.rows[1].max()) + kernels.LEVELS)
         row_at = [row.ctypes.data for row in level.rows]
