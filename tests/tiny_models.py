@@ -8,10 +8,11 @@ from typing import Any
 import torch
 import transformers
 
+from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache
-from foredraft.engine.pool import BlockTable
+from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.models import HFCausal
-from foredraft.types import Draft
+from foredraft.types import NO_DRAFT, Draft, chain
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97,
@@ -113,3 +114,20 @@ def caches(targets: list[HFCausal], length: int) -> list[tuple[KVCache, BlockTab
     for kv, table in made:
         assert kv.pool.grow(table, length)
     return made
+
+
+def ragged(targets: list[HFCausal], longest: int) -> tuple[list[KVCache], list[Batch], list[Batch]]:
+    """One cache a target, what fills it, and a batch of a prompt, a decoding row, a chain and a tree."""
+    texts = [text_of(length, length) for length in (longest, 1, 20, 33)]
+    cached, drafts = [0, 0, 19, 32], [NO_DRAFT, TREE, NO_DRAFT, chain([4, 3, 4])]
+    kvs, first, second = [], [], []
+    for target in targets:
+        kv = target.make_kv(512)
+        tables = [BlockTable() for _ in texts]
+        for table, text in zip(tables, texts, strict=True):
+            assert kv.pool.grow(table, len(text) + BLOCK)
+        rows = list(zip(texts, cached, tables, drafts, strict=True))
+        kvs.append(kv)
+        first.append(make_batch([Feed(text[:n], 0, table, None) for text, n, table, _ in rows if n]))
+        second.append(make_batch([Feed(text[n:], n, table, draft) for text, n, table, draft in rows]))
+    return kvs, first, second

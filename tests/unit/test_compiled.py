@@ -23,7 +23,7 @@ from foredraft.models import HFCausal, kernels, load_target
 from foredraft.models.compiled import CompiledCausal
 from foredraft.models.fused import FusedCausal
 from foredraft.types import NO_DRAFT, Draft, chain
-from tiny_models import TREE, VARIANTS, caches, fill_vectors, text_of
+from tiny_models import TREE, VARIANTS, caches, fill_vectors, ragged, text_of
 
 Layers = list[tuple[int, ...]]
 
@@ -85,18 +85,7 @@ def test_a_prompt_in_chunks_then_drafts(three: list[HFCausal]) -> None:
 
 def test_a_ragged_batch(three: list[HFCausal]) -> None:
     """Prompts, a decoding row, a chain and a tree share one pass."""
-    texts = [text_of(length, length) for length in (90, 1, 20, 33)]
-    cached, drafts = [0, 0, 19, 32], [NO_DRAFT, TREE, NO_DRAFT, chain([4, 3, 4])]
-    kvs, first, second = [], [], []
-    for target in three:
-        kv = target.make_kv(512)
-        tables = [BlockTable() for _ in texts]
-        for table, text in zip(tables, texts, strict=True):
-            assert kv.pool.grow(table, len(text) + BLOCK)
-        rows = list(zip(texts, cached, tables, drafts, strict=True))
-        kvs.append(kv)
-        first.append(make_batch([Feed(text[:n], 0, table, None) for text, n, table, _ in rows if n]))
-        second.append(make_batch([Feed(text[n:], n, table, draft) for text, n, table, draft in rows]))
+    kvs, first, second = ragged(three, 90)
     agree(three, [first, second], kvs, [(1,), (0, 3)])
 
 

@@ -11,12 +11,12 @@ import torch
 import tiny_models
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache
-from foredraft.engine.pool import BLOCK, BlockTable
+from foredraft.engine.pool import BlockTable
 from foredraft.models import HFCausal, load_target
 from foredraft.models.fused import FusedCausal
 from foredraft.models.packed import can_pack, pack, pack_together
 from foredraft.types import NO_DRAFT, Draft, chain
-from tiny_models import TREE, VARIANTS, caches, fill_vectors, text_of
+from tiny_models import TREE, VARIANTS, caches, fill_vectors, ragged, text_of
 
 BFLOAT16 = can_pack(torch.bfloat16, torch.device("cpu"))
 
@@ -61,18 +61,7 @@ def test_a_prompt_in_chunks_then_drafts(twins: list[HFCausal]) -> None:
 
 def test_a_ragged_batch(twins: list[HFCausal]) -> None:
     """Prompts, a decoding row, a chain and a tree share one pass."""
-    texts = [text_of(length, length) for length in (50, 1, 20, 33)]
-    cached, drafts = [0, 0, 19, 32], [NO_DRAFT, TREE, NO_DRAFT, chain([4, 3, 4])]
-    kvs, first, second = [], [], []
-    for target in twins:
-        kv = target.make_kv(512)
-        tables = [BlockTable() for _ in texts]
-        for table, text in zip(tables, texts, strict=True):
-            assert kv.pool.grow(table, len(text) + BLOCK)
-        rows = list(zip(texts, cached, tables, drafts, strict=True))
-        kvs.append(kv)
-        first.append(make_batch([Feed(text[:n], 0, table, None) for text, n, table, _ in rows if n]))
-        second.append(make_batch([Feed(text[n:], n, table, draft) for text, n, table, draft in rows]))
+    kvs, first, second = ragged(twins, 50)
     agree(twins, first, kvs, (1,))
     agree(twins, second, kvs, (0, 3))
 

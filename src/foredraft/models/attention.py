@@ -64,16 +64,17 @@ def quick(x: Tensor) -> bool:
 
 
 class Attend:
-    """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it.
-
-    rows: where all rows are written and what they see, for the kernels; groups: the same for torch.
-    """
+    """One step's attention: `attend(layer, q, k, v, head)` writes the cache and reads it."""
 
     def __init__(self, batch: Batch, kv: KVCache, device: torch.device, dtype: torch.dtype) -> None:
         self.kv, self.device, self.dtype = kv, device, dtype
         self.positions = batch.positions
         self._spans = batch.spans
-        self.rows = Rows(batch.spans) if kv.turned else None
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """Where all rows are written and what they see, for the kernels."""
+        return Rows(self._spans) if self.kv.turned else None
 
     @cached_property
     def _written(self) -> slice | Tensor:
@@ -87,7 +88,7 @@ class Attend:
 
     @cached_property
     def groups(self) -> list[_Group]:
-        """The sequences by what is attended in one call."""
+        """The sequences by what torch attends in one call."""
         few = [span for span in self._spans if span.rows <= FEW_ROWS]
         many = [span for span in self._spans if span.rows > FEW_ROWS]
         return [self._group([span]) for span in many] + [self._group(spans) for spans in alike(few)]
@@ -96,7 +97,7 @@ class Attend:
         """query: [heads, rows, dim]; key, value: [kv_heads, rows, dim]. Returns [rows, heads, value_dim]."""
         self.kv.write(layer, self._written, key.transpose(0, 1), value.transpose(0, 1))
         shape = self.kv.shapes[layer]
-        if self.rows is None or head.softcap is not None or shape.value_dim % kernels.LEAST:
+        if head.softcap is not None or shape.value_dim % kernels.LEAST or self.rows is None:
             return self._read(layer, query, head)
         out = query.new_empty(query.shape[1], query.shape[0], shape.value_dim)
         self.rows.attend(query, self.kv.addresses[layer], shape, out, head.scale, head.window)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,8 @@ from foredraft.engine.kv import KVCache, LayerShape
 from foredraft.engine.pool import BLOCK, BlockPool, BlockTable
 from foredraft.models import kernels, threads
 from foredraft.models.attention import Attend, quick
-from foredraft.models.fused import KnownAngles, Rotary
+from foredraft.models.fast_head import eagle_angles
+from foredraft.models.fused import KnownAngles
 from foredraft.models.heads import EagleLayer
 from foredraft.models.tiles import Tiles
 
@@ -82,7 +84,7 @@ class CompiledEagle:
         parts = [(embedding.data_ptr(), 0), of_tokens, of_features, fc, qkv, out, before_mlp, gate_up, down]
         parts += [last, to_logits, (tiles.no_bias, 0)]
         self._head, self._scales = np.ascontiguousarray(np.array(parts, np.int64).T)
-        self._angles = KnownAngles(lambda positions: _angles(head, positions, embedding.dtype))
+        self._angles = KnownAngles(partial(eagle_angles, head, embedding.dtype))
         self._compile(LayerShape(config.kv_heads, config.head_dim, config.head_dim))
 
     def fuse(self, features: Tensor) -> Tensor:
@@ -117,8 +119,7 @@ class CompiledEagle:
         one of a level's best nodes is right under which no deeper level is tried.
         """
         trees = _Trees.of(begun)
-        waiting = trees.seqs[:, 0]
-        first, grown = int(waiting.sum()), int((trees.seqs[:, 4] > 0).sum())
+        first, grown = sum(len(tree.tokens) for tree in begun), sum(tree.levels > 0 for tree in begun)
         rows = max(first, kernels.BEST * grown)
         told, state = np.zeros((7, rows + 1), np.int64), np.zeros((_STATES, 3), np.int64)
         told[0, :first] = [token for tree in begun for token in tree.tokens]
@@ -232,10 +233,10 @@ class _Trees(NamedTuple):
         tokens, parents, scores = self.found
         return [
             Grown(
-                tokens[place, : seq[7]].tolist(),
-                parents[place, : seq[7]].tolist(),
-                scores[place, : seq[7]].tolist(),
-                self.fed[place, : seq[8]].tolist(),
+                tokens[place, : seq[kernels.FOUND]].tolist(),
+                parents[place, : seq[kernels.FOUND]].tolist(),
+                scores[place, : seq[kernels.FOUND]].tolist(),
+                self.fed[place, : seq[kernels.TAKEN]].tolist(),
             )
             for place, seq in enumerate(self.seqs)
         ]
@@ -251,8 +252,3 @@ def can_compile_head(head: EagleLayer, embedding: Tensor) -> bool:
 def _slots(table: BlockTable) -> Ints:
     """Return the slots of all positions of a sequence, int64 [capacity]."""
     return (np.array(table.blocks, np.int64)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
-
-
-def _angles(head: EagleLayer, positions: Tensor, dtype: torch.dtype) -> Rotary:
-    cos, sin = (part.unsqueeze(1).to(dtype) for part in head.cos_sin(positions))
-    return Rotary(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,12 +21,13 @@ class FastEagle:
     """Drafting passes of a head. embedding: [vocab, hidden]; projection: [draft vocab, hidden]."""
 
     def __init__(self, head: EagleLayer, embedding: Tensor, projection: Tensor) -> None:
-        self.cos_sin, self.embedding = head.cos_sin, embedding
+        self.embedding = embedding
         self.fuse = pack(head.fc.weight)
         self.layer = DecoderLayer(head.midlayer, Head())
         self.to_logits = pack(projection)
         on_cpu = embedding.device.type == "cpu"
-        self.angles = KnownAngles(self._rotary) if on_cpu else self._rotary
+        angles = partial(eagle_angles, head, embedding.dtype)
+        self.angles = KnownAngles(angles) if on_cpu else angles
         self.of_features, self.last = norm(head.midlayer.hidden_norm), norm(head.norm)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, features: Tensor, attend: Attend) -> Tensor:
@@ -55,9 +57,11 @@ class FastEagle:
         found: Tensor = self.to_logits(self.last(features))
         return found.float()
 
-    def _rotary(self, positions: Tensor) -> Rotary:
-        cos, sin = (part.unsqueeze(1).to(self.embedding.dtype) for part in self.cos_sin(positions))
-        return Rotary(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
+
+def eagle_angles(head: EagleLayer, dtype: torch.dtype, positions: Tensor) -> Rotary:
+    """The angles of a head's positions, int64 [rows]."""
+    cos, sin = (part.unsqueeze(1).to(dtype) for part in head.cos_sin(positions))
+    return Rotary(torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1))
 
 
 class FastMedusa:

@@ -21,13 +21,23 @@ from foredraft.models.kernels.numbers import LOG2E
 from foredraft.models.kernels.phases import PUT, PUT_GELU, PUT_SILU, attended, own_bytes, product
 from foredraft.models.kernels.share import PHASE_BYTES
 from foredraft.models.kernels.sight import UNIT, lay_out
-from foredraft.models.kernels.tree import BEST, CANDIDATES, FED, LEVELS, SEQ_FIELDS, lay_out_first
+from foredraft.models.kernels.tree import (
+    BEST,
+    CANDIDATES,
+    FED,
+    FOUND,
+    LEVELS,
+    SEQ_FIELDS,
+    TAKEN,
+    lay_out_first,
+)
 
 __all__ = [
     "BEST",
     "CANDIDATES",
     "ENDING",
     "FED",
+    "FOUND",
     "LEAST",
     "LEVELS",
     "LEVEL_PHASES",
@@ -38,6 +48,7 @@ __all__ = [
     "PUT_GELU",
     "PUT_SILU",
     "SEQ_FIELDS",
+    "TAKEN",
     "UNIT",
     "WIDTH",
     "attended",

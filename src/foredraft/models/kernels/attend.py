@@ -56,6 +56,18 @@ def _softmax(scores: Any, first: Any, last: Any, scale: Any) -> Any:
     return total
 
 
+@njit(inline="always")
+def _sight(ends: Any, begins: Any, row: Any, window: Any) -> Any:
+    """Return what a row sees: from where on, how many positions in a row from the text's beginning, where its
+    tail begins, how many that are, and where its text ends.
+    """
+    seen, begin = UINT(ends[row]), UINT(begins[row])
+    extra = UINT(begins[row + UINT(1)]) - begin
+    last = seen + extra
+    first = last - UINT(window) if UINT(0) < UINT(window) < last else UINT(0)
+    return first, seen, begin, extra, last
+
+
 @njit(fastmath=STEADY, **OPTIONS)
 def _rounded(scores: Any, weights: Any, first: Any, last: Any, end: Any) -> None:
     """Weights of all positions before `end`: rounded scores from first to last, elsewhere nothing."""
@@ -176,10 +188,7 @@ def attend(
     low, high = blocks, UINT(0)  # the blocks that are mixed
     for g in range(padded):
         row = row0 + min(g, count - UINT(1)) // share
-        seen, begin = UINT(ends[row]), UINT(begins[row])
-        extra = UINT(begins[row + UINT(1)]) - begin
-        last = seen + extra
-        first = last - UINT(window) if UINT(0) < UINT(window) < last else UINT(0)
+        first, seen, begin, extra, last = _sight(ends, begins, row, window)
         for t in range(extra):
             scores[g * cap_ + seen + t] = scores[g * cap_ + UINT(others[begin + t])]
         sums[g] = _softmax(scores, g * cap_ + first, g * cap_ + last, F32(scale))
@@ -199,16 +208,13 @@ def attend(
     held_values, where = carray(halves(head_at), (_FAR,)), (apart, m)
     for g in range(count):
         row = row0 + g // share
-        seen, begin = UINT(ends[row]), UINT(begins[row])
-        extra = UINT(begins[row + UINT(1)]) - begin
-        last = seen + extra
+        first, seen, begin, extra, last = _sight(ends, begins, row, window)
         if extra:
             start = seen - seen % two
             pairs = (last - start + UINT(1)) // two
             if g % share == UINT(0):
                 path[(pairs - UINT(1)) * two * m : pairs * two * m] = U16(0)
                 _path(held_values, where, at[first_slot:], seen, others, begin, last, path)
-            first = last - UINT(window) if UINT(0) < UINT(window) < last else UINT(0)
             for j in range(start, start + two * pairs):
                 inside = first <= j < last
                 own[j - start] = to_half(scores[g * cap_ + j]) if inside else U16(0)

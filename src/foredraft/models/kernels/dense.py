@@ -21,47 +21,33 @@ _LANES, _VECTORS = 16, 3
 WIDTH = _LANES * _VECTORS
 SMALL_AT_ONCE, OFFSET = 4, 128 + 64
 AT_ONCE = 8 if FEATURES.get("avx512f") else 2  # as many sums as there are registers for
-_one, _two = (pair_sums(rows, _VECTORS, _LANES, fresh=True) for rows in (1, 2))
-_ROW = UINT(4 * WIDTH)  # bytes of a row of a tile, and of sums
-
-if AT_ONCE == 8:
-    _three, _four, _five, _six, _seven, _eight = (
-        pair_sums(rows, _VECTORS, _LANES, fresh=True) for rows in range(3, 9)
-    )
-
-    @njit(**OPTIONS)
-    def tile_sums(x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any) -> None:
-        """Sums of up to AT_ONCE rows, `apart` bytes from each other, over a tile; out: float32 [rows,
-        WIDTH].
-        """
-        if rows == UINT(1):
-            _one(x, apart, weights, _ROW, pairs, out, _ROW)
-        elif rows == UINT(2):
-            _two(x, apart, weights, _ROW, pairs, out, _ROW)
-        elif rows == UINT(3):
-            _three(x, apart, weights, _ROW, pairs, out, _ROW)
-        elif rows == UINT(4):
-            _four(x, apart, weights, _ROW, pairs, out, _ROW)
-        elif rows == UINT(5):
-            _five(x, apart, weights, _ROW, pairs, out, _ROW)
-        elif rows == UINT(6):
-            _six(x, apart, weights, _ROW, pairs, out, _ROW)
-        elif rows == UINT(7):
-            _seven(x, apart, weights, _ROW, pairs, out, _ROW)
-        else:
-            _eight(x, apart, weights, _ROW, pairs, out, _ROW)
-else:
-
-    @njit(**OPTIONS)
-    def tile_sums(x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any) -> None:
-        """The same for one or two rows."""
-        if rows == UINT(1):
-            _one(x, apart, weights, _ROW, pairs, out, _ROW)
-        else:
-            _two(x, apart, weights, _ROW, pairs, out, _ROW)
+_ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
+_one, _two, _three, _four, _five, _six, _seven, _eight = (
+    pair_sums(rows, _VECTORS, _LANES, fresh=True) for rows in range(1, 9)
+)
 
 
-_BYTE_ROW = UINT(2 * WIDTH)
+@njit(**OPTIONS)
+def tile_sums(x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any) -> None:
+    """Sums of up to 8 rows, `apart` bytes from each other, over a tile; out: float32 [rows, WIDTH]."""
+    if rows == UINT(1):
+        _one(x, apart, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(2):
+        _two(x, apart, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(3):
+        _three(x, apart, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(4):
+        _four(x, apart, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(5):
+        _five(x, apart, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(6):
+        _six(x, apart, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(7):
+        _seven(x, apart, weights, _ROW, pairs, out, _ROW)
+    else:
+        _eight(x, apart, weights, _ROW, pairs, out, _ROW)
+
+
 _one_small, _two_small, _three_small, _four_small = (
     pair_sums(rows, _VECTORS, _LANES, fresh=True, of_bytes=True) for rows in range(1, 5)
 )

@@ -28,24 +28,7 @@ from foredraft.models.kernels.share import claimed, finish
 PHASES, ENDING = 8, 3  # of a layer, and behind the last one
 
 # What a layer is, by address where it is not a number.
-FIELDS = (
-    "norm",
-    "qkv",
-    "qkv_bias",
-    "query_norm",
-    "key_norm",
-    "out",
-    "out_bias",
-    "after_attention",
-    "mlp_norm",
-    "gate_up",
-    "gate_up_bias",
-    "down",
-    "down_bias",
-    "after_mlp",
-    "window",
-    "angles",
-)
+FIELDS = 16
 (
     _NORM,
     _QKV,
@@ -63,7 +46,7 @@ FIELDS = (
     _AFTER_MLP,
     _WINDOW,
     _ANGLES,
-) = range(len(FIELDS))
+) = range(FIELDS)
 
 
 @njit(**OPTIONS)

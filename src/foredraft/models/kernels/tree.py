@@ -21,9 +21,8 @@ _LOWEST = F32(-3e38)
 # nodes and levels it may have, and how many nodes may be fed. Then, as the tree grows: whether it does,
 # candidates, nodes fed, of these the level's first and the next one's, the level's first row and wanted row.
 SEQ_FIELDS = 13
-_WAITING, _FIRST, _SLOTS, _BUDGET, _LEFT, _ROOM, ACTIVE, _FOUND, _FED, _FRONT, _DONE, _ROW, _WANTED = range(
-    13
-)
+_WAITING, _FIRST, _SLOTS, _BUDGET, _LEFT, _ROOM = range(6)
+ACTIVE, FOUND, TAKEN, _FRONT, _DONE, _ROW, _WANTED = range(6, SEQ_FIELDS)
 
 
 @njit(fastmath=True, **OPTIONS)
@@ -67,10 +66,10 @@ def _add_best(row: Any, sharp: Any, ids: Any, node: Any, above: Any, seq: Any, f
         high = _highest(highs, 0, chunks)
         chunk = _first_of(highs, 0, chunks, high)
         begin, end = chunk * _CHUNK, min(vocab, (chunk + 1) * _CHUNK)
-        best, at = _first_of(row, begin, end, high), seq[_FOUND]
+        best, at = _first_of(row, begin, end, high), seq[FOUND]
         tokens[at], parents[at] = ids[best], node
         scores[at] = above + (high - highest) * sharp - least
-        seq[_FOUND] = at + 1
+        seq[FOUND] = at + 1
         row[best] = _LOWEST
         highs[chunk] = _highest(row, begin, end)
 
@@ -80,26 +79,26 @@ def _choose(seq: Any, first: Any, scores: Any, fed: Any, worth: Any) -> None:
     """Mark for the next level the best of the newest candidates, from `first` on, below which others can
     still get into the draft; none if the chance that one of them is right is not worth a level.
     """
-    count, budget = seq[_FOUND], seq[_BUDGET]
+    count, budget = seq[FOUND], seq[_BUDGET]
     if seq[_LEFT] <= 0:
         return
     least = np.sort(scores[:count])[::-1][min(budget, count) - 1]
     newest = first + np.argsort(-scores[first:count], kind="mergesort")
     chosen, chance = 0, 0.0
-    for candidate in newest[: max(0, min(BEST, seq[_ROOM] - seq[_FED]))]:
+    for candidate in newest[: max(0, min(BEST, seq[_ROOM] - seq[TAKEN]))]:
         if scores[candidate] > least:
-            fed[seq[_FED] + chosen] = candidate
+            fed[seq[TAKEN] + chosen] = candidate
             chosen += 1
             chance += np.exp(scores[candidate])
     if chance >= worth:
-        seq[_FED] += chosen
+        seq[TAKEN] += chosen
 
 
 @njit(**OPTIONS)
 def grow(seq: Any, logits: Any, vocab: Any, sharp: Any, ids: Any, found: Any, fed: Any, worth: Any) -> None:
     """Take in a level of one sequence. logits: float32 [wanted rows, vocab], by address."""
     seq[_LEFT] -= 1
-    first, nodes = seq[_FOUND], seq[_DONE] - seq[_FRONT]
+    first, nodes = seq[FOUND], seq[_DONE] - seq[_FRONT]
     for place in range(max(nodes, 1)):
         node = seq[_FRONT] + place if nodes else -1
         above = found[2][fed[node]] if nodes else 0.0
@@ -144,16 +143,15 @@ def lay_out_next(
     for s in range(len(seqs)):
         seq = seqs[s]
         front, done, length = seq[_FRONT], seq[_DONE], seq[_FIRST] + seq[_WAITING]
-        before = (
-            seq[_ROW] - front if done else seq[_ROW] + seq[_WAITING]
-        )  # where the row of node 0, or -1, is
-        seq[ACTIVE], seq[_FRONT], seq[_DONE] = seq[_FED] > done, done, seq[_FED]
+        # Where the row of node 0, or -1, is: the root's is the last that waited, nodes follow each other.
+        before = seq[_ROW] - front if done else seq[_ROW] + seq[_WAITING]
+        seq[ACTIVE], seq[_FRONT], seq[_DONE] = seq[TAKEN] > done, done, seq[TAKEN]
         seq[_ROW], seq[_WANTED] = row, row
         if seq[ACTIVE]:
-            spans[count, 0], spans[count, 1] = row, seq[_FED] - done
-            spans[count, 2], spans[count, 3] = seq[_SLOTS], length + seq[_FED]
+            spans[count, 0], spans[count, 1] = row, seq[TAKEN] - done
+            spans[count, 2], spans[count, 3] = seq[_SLOTS], length + seq[TAKEN]
             count += 1
-        for node in range(done, seq[_FED]):
+        for node in range(done, seq[TAKEN]):
             depth, above = 0, node
             while above >= 0:
                 depth, above = depth + 1, parents[s, fed[s, above]]
