@@ -14,8 +14,7 @@ from given import Given
 from foredraft import SamplingParams, zoo
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.pool import BLOCK
-from foredraft.llm import load_tokenizer
-from foredraft.models import HFCausal, load_target
+from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.propose import make_drafting
 from foredraft.text import Detokenizer, TextStream, encode_chat
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foredraft import zoo
 from foredraft.engine import Engine, EngineConfig
 from foredraft.errors import CapacityError, ConfigError, ModelError
-from foredraft.models import HFCausal, load_target
+from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.propose import LoadedDraft, best_draft, load_draft, make_drafting
 from foredraft.text import Detokenizer, Message, TextStream, encode_chat
 from foredraft.types import MAX_SEED, Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
@@ -218,16 +218,6 @@ def stats_record(stats: SpecStats) -> dict[str, Any]:
     """Return the counts, times (seconds) and rates of a SpecStats as plain JSON values."""
     rates = {name: getattr(stats, name) for name in ("accept_rate", "mean_emitted", "tokens_per_s")}
     return asdict(stats) | rates
-
-
-def load_tokenizer(path: Path) -> Any:
-    """Return the transformers tokenizer of a model directory; raises ModelError."""
-    import transformers
-
-    try:
-        return transformers.AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(f"{path} has no tokenizer that can be loaded: {error}") from error
 
 
 def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -4,15 +4,12 @@ in the user's cache, corrected while running.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import time
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -22,8 +19,9 @@ from foredraft.engine.pool import BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.watch import Watch
 from foredraft.types import NO_DRAFT, chain
-from foredraft.zoo.store import cache_dir
+from foredraft.zoo import kept
 
+_KEPT = "costs"
 _ROWS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _OFTEN = 32  # passes of up to so many rows are measured at every start
 _SEQS = 8  # sequences of one row each, beside one sequence of as many rows
@@ -136,13 +134,14 @@ def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassC
     and under one where the cache knows them. Of all measurements the fastest count, since what disturbs only
     adds. A cache that cannot be read or written is done without.
     """
-    path = (where or cache_dir() / "costs") / f"{_key(target, name)}.json"
+    key = _key(target, name)
     before: dict[int, float] = {}
+    apart = float("inf")
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        before = {int(rows): float(seconds) for rows, seconds in known["seconds"].items()}
-        apart = float(known["seq_s"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        known = kept.recall(_KEPT, key, where) or {}
+        before = {int(rows): float(seconds) for rows, seconds in known.get("seconds", {}).items()}
+        apart = float(known.get("seq_s", apart))
+    except (ValueError, TypeError, AttributeError):
         before, apart = {}, float("inf")
     begun = time.perf_counter()
     costs = measure(target, 1, _OFTEN) if before else measure(target)
@@ -156,14 +155,7 @@ def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassC
     costs = PassCosts(seconds, seq_s=min(apart, costs.seq_s))
     if (seconds, costs.seq_s) == (before, apart):
         return costs
-    record = {"target": name, "seconds": seconds, "seq_s": costs.seq_s}
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = path.with_suffix(f".{os.getpid()}")
-        unfinished.write_text(json.dumps(record), encoding="utf-8")
-        unfinished.replace(path)
-    except OSError:
-        pass
+    kept.keep(_KEPT, key, {"target": name, "seconds": seconds, "seq_s": costs.seq_s}, where)
     return costs
 
 
@@ -220,5 +212,5 @@ def measure(
 def _key(target: Target, name: str) -> str:
     facts = [name, type(target).__name__, str(getattr(target, "dtype", "")), str(target.device)]
     facts += [platform.node(), platform.processor(), platform.machine(), str(os.cpu_count())]
-    facts += [str(torch.get_num_threads()), torch.__version__, version("foredraft")]
-    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:32]
+    facts += [str(torch.get_num_threads())]
+    return kept.key(facts)

@@ -3,90 +3,79 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import partial
-from itertools import chain
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from foredraft.engine.batch import Batch
-from foredraft.engine.kv import KVCache
+from foredraft.engine.kv import KVCache, LayerShape
 from foredraft.engine.protocols import ForwardOut
+from foredraft.errors import CheckpointError
 from foredraft.models import kernels, threads
-from foredraft.models.fused import (
-    KINDS,
-    FusedGemma,
-    KnownAngles,
-    Rotary,
-    agree,
-    can_fuse,
-    has_fixed_angles,
-    norm,
-    trial,
-)
+from foredraft.models.formats.files import stored_tensors
+from foredraft.models.fused import KnownAngles, agree, can_fuse, trial
 from foredraft.models.hf_causal import HFCausal
+from foredraft.models.outline import Outline
 from foredraft.models.rows import Rows
-from foredraft.models.tiles import Tiles
+from foredraft.models.tiles import Tiles, rows_of
 from foredraft.sampling import widen
+
+_QKV, _GATE_UP = (
+    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    ("mlp.gate_proj", "mlp.up_proj"),
+)
 
 
 class CompiledCausal(HFCausal):
-    """A Llama-like model behind the Target protocol. Takes the weights out of `slow`, which then is of no
-    use.
+    """A Llama-like model behind the Target protocol, with the weights of a directory of safetensors. Raises
+    CheckpointError if one is not there.
     """
 
-    def __init__(self, slow: HFCausal) -> None:
-        vars(self).update(vars(slow))
-        inner, head = self.model.model, self.model.lm_head
-        attention = inner.layers[0].self_attn
-        hidden, dim = self.model.config.hidden_size, attention.head_dim
-        queries, keys = (part.out_features // dim for part in (attention.q_proj, attention.k_proj))
-        self._shape = (hidden, inner.layers[0].mlp.gate_proj.out_features, queries, keys, dim)
-        self._outputs, self._gelu = head.out_features, int(_is_gemma(self.model.config))
-        self._eps, self._scale = norm(inner.norm).eps, (self.heads[0].scale or dim**-0.5) * kernels.LOG2E
-        self.embedding = inner.embed_tokens
-        together = [*chain.from_iterable(map(_linears, inner.layers)), [head]]
-        tiles = Tiles((sum(part.out_features for part in some), some[0].in_features) for some in together)
-        kinds = list(dict.fromkeys(_kind(layer) for layer in inner.layers))
-        self._angles = [_angles(inner.rotary_emb, self.embedding.weight[:1], kind) for kind in kinds]
-        described = []
-        for layer, how in zip(inner.layers, self.heads, strict=True):
-            described.append([*self._described(layer, tiles), how.window or 0, kinds.index(_kind(layer))])
-            layer.to("meta")  # its weights are freed before the next layer's are laid out
-        self._layers = np.array(described, np.int64)
-        ending = (tiles.norm(inner.norm), tiles.product(head.weight), tiles.bias([head]))
-        self._ending = np.array(ending, np.int64)
-        self._tiles, self.model = tiles, None
+    def __init__(self, outline: Outline, path: Path, token_ids: Tensor | None = None) -> None:
+        self.outline, self.name, self.token_ids, self.model = outline, str(path), token_ids, None
+        self.vocab_size, self.max_len = outline.vocab_size, outline.max_len
+        self.eos_ids = frozenset(outline.eos_ids)
+        self.device, self.dtype = torch.device("cpu"), torch.bfloat16
+        self.layers = [LayerShape(outline.keys, outline.dim, outline.dim) for _ in outline.windows]
+        self._shape = (outline.hidden, outline.inner, outline.queries, outline.keys, outline.dim)
+        self._outputs = self.vocab_size if token_ids is None else len(token_ids)
+        self._gelu, self._eps, self._scale = int(outline.is_gemma), outline.eps, outline.scale * kernels.LOG2E
+        self._angles = [KnownAngles(angles) for angles in outline.angles]
+        weights = _Weights(outline, path, self._outputs)
+        self._layers = np.array(
+            [
+                [*_described(weights, f"model.layers.{layer}.", outline.is_gemma), window, turned]
+                for layer, (window, turned) in enumerate(zip(outline.windows, outline.turned_by, strict=True))
+            ],
+            np.int64,
+        )
+        head = weights.head(token_ids)
+        self._ending = np.array(
+            [weights.norm("model.norm"), head.data_ptr(), weights.bias("lm_head")], np.int64
+        )
+        self._tiles, self._embed_scale = weights.tiles, torch.tensor(outline.embed_scale).bfloat16()
+        # A matrix that is shared lies in memory once.
+        self._rows_in = head if outline.tied and token_ids is None else None
+        self._embedding = None if self._rows_in is not None else weights["model.embed_tokens.weight"].clone()
 
-    def _described(self, layer: Any, tiles: Tiles) -> Iterator[int]:
-        """Yield a layer as kernels.run_layers takes it, up to its window."""
-        attention, mlp = layer.self_attn, layer.mlp
-        qkv, out, gate_up, down = _linears(layer)
-        gemma = hasattr(layer, "pre_feedforward_layernorm")
-        yield tiles.norm(layer.input_layernorm)
-        yield tiles.product(torch.cat([part.weight.detach() for part in qkv]))
-        yield tiles.bias(qkv)
-        yield tiles.norm(getattr(attention, "q_norm", None))
-        yield tiles.norm(getattr(attention, "k_norm", None))
-        yield tiles.product(attention.o_proj.weight)
-        yield tiles.bias(out)
-        yield tiles.norm(layer.post_attention_layernorm if gemma else None)
-        yield tiles.norm(layer.pre_feedforward_layernorm if gemma else layer.post_attention_layernorm)
-        yield tiles.product(kernels.interleaved(*(part.weight.detach() for part in gate_up)))
-        yield tiles.bias(gate_up, kernels.interleaved)
-        yield tiles.product(mlp.down_proj.weight)
-        yield tiles.bias(down)
-        yield tiles.norm(layer.post_feedforward_layernorm if gemma else None)
+    def _embedded(self, token_ids: Tensor) -> Tensor:
+        """token_ids: int64 [rows]. Returns [rows, hidden]."""
+        if self._rows_in is not None:
+            x = rows_of(self._rows_in, token_ids)
+        else:
+            assert self._embedding is not None
+            x = self._embedding[token_ids]
+        return x if self._embed_scale == 1 else x * self._embed_scale
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, hidden_layers: tuple[int, ...] = ()) -> ForwardOut:
         """See HFCausal.forward."""
         rows, outputs, layers = len(batch.token_ids), len(batch.logit_rows), len(self._layers)
         (hidden, inner, queries, keys, dim), vocab = self._shape, self._outputs
-        x = self.embedding(batch.token_ids)
-        tables = [angles(batch.positions) for angles in self._angles]
+        x = self._embedded(batch.token_ids)
+        known = [angles.until(int(batch.positions.max())) for angles in self._angles]
         wanted = [layer % (layers + 1) for layer in hidden_layers]
         states, copies = {layer: torch.empty_like(x) for layer in wanted}, np.zeros(layers + 1, np.int64)
         for layer, state in states.items():
@@ -107,7 +96,9 @@ class CompiledCausal(HFCausal):
         told = (
             self._layers,
             kv.addresses,
-            np.array([[part.data_ptr() for part in table] for table in tables], np.int64),
+            np.array(
+                [[part.data_ptr() for part in (a.cos, a.sin, batch.positions)] for a in known], np.int64
+            ),
             copies,
             self._ending,
             np.array(sizes, np.int64),
@@ -122,53 +113,80 @@ class CompiledCausal(HFCausal):
         return ForwardOut(logits, tuple(states[layer] for layer in wanted))
 
 
+def _behind(*parts: Tensor) -> Tensor:
+    return torch.cat(parts)
+
+
+class _Weights:
+    """The weights of a directory, laid out in tiles by the names that transformers gives them."""
+
+    def __init__(self, outline: Outline, path: Path, outputs: int) -> None:
+        self._path, self._outline, self._read = path, outline, stored_tensors(path)
+        heads, hidden, inner = outline.queries * outline.dim, outline.hidden, outline.inner
+        qkv = (heads + 2 * outline.keys * outline.dim, hidden)
+        layer = [qkv, (hidden, heads), (2 * inner, hidden), (hidden, inner)]
+        self.tiles = Tiles([*layer * len(outline.windows), (outputs, hidden)])
+
+    def __getitem__(self, name: str) -> Tensor:
+        found = self._read(name)
+        if found is None:
+            raise CheckpointError(f"{self._path} holds no {name}: its layout is not known here")
+        return found.bfloat16()
+
+    def norm(self, name: str) -> int:
+        """The weights of a norm; 0 for none. Gemma's are what they are above 1."""
+        found = self._read(f"{name}.weight")
+        return 0 if found is None else self.tiles.vector(found.bfloat16().float() + self._outline.is_gemma)
+
+    def product(self, *names: str, together: Callable[..., Tensor] = _behind) -> int:
+        """The weights of linear layers that are one product."""
+        return self.tiles.product(together(*(self[f"{name}.weight"] for name in names))).data_ptr()
+
+    def bias(self, *names: str, together: Callable[..., Tensor] = _behind) -> int:
+        """Their biases, put together likewise."""
+        if self._read(f"{names[0]}.bias") is None:
+            return self.tiles.no_bias
+        return self.tiles.vector(together(*(self[f"{name}.bias"][:, None] for name in names))[:, 0])
+
+    def head(self, token_ids: Tensor | None) -> Tensor:
+        """The output layer, for some tokens or all, in tiles."""
+        weight = self["model.embed_tokens.weight" if self._outline.tied else "lm_head.weight"]
+        return self.tiles.product(weight if token_ids is None else weight[token_ids])
+
+
+def _described(weights: _Weights, layer: str, is_gemma: bool) -> Iterator[int]:
+    """Yield a layer as kernels.run_layers takes it, up to its window."""
+    qkv, gate_up = ([layer + name for name in names] for names in (_QKV, _GATE_UP))
+    out, down = layer + "self_attn.o_proj", layer + "mlp.down_proj"
+    between = layer + "post_attention_layernorm"
+    yield weights.norm(layer + "input_layernorm")
+    yield weights.product(*qkv)
+    yield weights.bias(*qkv)
+    yield weights.norm(layer + "self_attn.q_norm")
+    yield weights.norm(layer + "self_attn.k_norm")
+    yield weights.product(out)
+    yield weights.bias(out)
+    yield weights.norm(between) if is_gemma else 0
+    yield weights.norm(layer + "pre_feedforward_layernorm" if is_gemma else between)
+    yield weights.product(*gate_up, together=kernels.interleaved)
+    yield weights.bias(*gate_up, together=kernels.interleaved)
+    yield weights.product(down)
+    yield weights.bias(down)
+    yield weights.norm(layer + "post_feedforward_layernorm") if is_gemma else 0
+
+
 def can_compile(target: HFCausal) -> bool:
     """True for an architecture known here, in bfloat16 on a CPU, of widths that the kernels take."""
-    if target.dtype != torch.bfloat16 or not can_fuse(target):
-        return False
-    layer = target.model.model.layers[0]
-    dim = layer.self_attn.head_dim
-    even = all(part.in_features % 2 == 0 for parts in _linears(layer) for part in parts)
-    one = len({head.scale for head in target.heads}) == 1 and target.heads[0].softcap is None
-    return even and one and dim % kernels.LEAST == 0
+    return target.dtype == torch.bfloat16 and can_fuse(target) and Outline.of(target) is not None
 
 
 def compile_layers(slow: HFCausal) -> CompiledCausal | None:
     """Return the compiled twin of a target, or None where the two disagree. Either way `slow` is used up."""
-    wanted = trial(slow)
-    compiled = CompiledCausal(slow)
-    return compiled if agree(trial(compiled), wanted, slow.dtype) else None
-
-
-def _linears(layer: Any) -> list[list[Any]]:
-    """The linear layers, those together that read the same input."""
-    attention, mlp = layer.self_attn, layer.mlp
-    return [
-        [attention.q_proj, attention.k_proj, attention.v_proj],
-        [attention.o_proj],
-        [mlp.gate_proj, mlp.up_proj],
-        [mlp.down_proj],
-    ]
-
-
-def _kind(layer: Any) -> str:
-    """Which angles a layer has, where a model has several."""
-    attention = layer.self_attn
-    return attention.config.layer_types[attention.layer_idx] if _is_gemma(attention.config) else ""
-
-
-def _is_gemma(config: Any) -> bool:
-    return KINDS[config.model_type] is FusedGemma
-
-
-def _angles(rotary: Any, like: Tensor, kind: str) -> Callable[[Tensor], tuple[Tensor, ...]]:
-    """Return what gives positions tables of cos and sin, and where in them each position is."""
-    make = partial(Rotary.of, partial(rotary, layer_type=kind) if kind else rotary, like)
-    if not has_fixed_angles(rotary, kind):
-        return lambda positions: (*_parts(make(positions)), torch.arange(len(positions)))
-    known = KnownAngles(make)
-    return lambda positions: (*_parts(known.until(int(positions.max()))), positions)
-
-
-def _parts(rotary: Rotary) -> tuple[Tensor, Tensor]:
-    return rotary.cos, rotary.sin
+    wanted, outline = trial(slow), Outline.of(slow)
+    assert outline is not None
+    slow.model = None  # its weights are freed before they are laid out
+    try:
+        compiled = CompiledCausal(outline, Path(slow.name), slow.token_ids)
+    except CheckpointError:
+        return None
+    return compiled if agree(trial(compiled), wanted, compiled.dtype) else None

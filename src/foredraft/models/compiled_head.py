@@ -80,7 +80,7 @@ class CompiledEagle:
         tiles = self._tiles = Tiles(outputs=max(len(weight) for weight in products))
         fc, qkv, out, gate_up, down, to_logits = (tiles.in_bytes(weight) for weight in products)
         norms = (layer.input_layernorm, layer.hidden_norm, layer.post_attention_layernorm, head.norm)
-        of_tokens, of_features, before_mlp, last = ((tiles.norm(part), 0) for part in norms)
+        of_tokens, of_features, before_mlp, last = ((tiles.vector(part.weight), 0) for part in norms)
         parts = [(embedding.data_ptr(), 0), of_tokens, of_features, fc, qkv, out, before_mlp, gate_up, down]
         parts += [last, to_logits, (tiles.no_bias, 0)]
         self._head, self._scales = np.ascontiguousarray(np.array(parts, np.int64).T)

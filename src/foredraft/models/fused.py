@@ -234,12 +234,17 @@ def has_fixed_angles(rotary: Any, kind: str = "") -> bool:
     return isinstance(made, str) and "dynamic" not in made and made != "longrope"
 
 
+def is_gemma(model_type: str) -> bool:
+    """True where norms lie around each half of a layer, and hold what they are above 1."""
+    return KINDS[model_type] is FusedGemma
+
+
 def can_fuse(target: HFCausal) -> bool:
     """True if the model's architecture is known here."""
     config = target.model.config
     if target.device.type != "cpu" or config.model_type not in KINDS:
         return False
-    if KINDS[config.model_type] is FusedGemma:
+    if is_gemma(config.model_type):
         return config.hidden_activation == "gelu_pytorch_tanh" and config.final_logit_softcapping is None
     return bool(config.hidden_act == "silu")
 

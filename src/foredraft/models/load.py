@@ -11,8 +11,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError, ModelError
+from foredraft.models import outline
 from foredraft.models.bucketed import bucket, can_bucket
-from foredraft.models.compiled import can_compile, compile_layers
+from foredraft.models.compiled import CompiledCausal, can_compile, compile_layers
 from foredraft.models.fused import can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, pack_linears
@@ -27,25 +28,30 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     options.
 
     Known architectures run on the fused path, and on a GPU decode in buckets that are recorded as CUDA
-    graphs, if that agrees with transformers' own modules; `fused` False keeps to those.
+    graphs, if that agrees with transformers' own modules; `fused` False keeps to those. That compiled layers
+    agree is kept, and those modules are not run again.
     """
+    where, ids = _device(device), _token_ids(path)
+    known = outline.known(path, dtype) if fused and where.type == "cpu" else None
+    if known is not None:
+        return CompiledCausal(known, path, ids)
     import transformers
 
     transformers.AttentionInterface.register(IMPLEMENTATION, attention)
-    where = _device(device)
     try:
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
     _refuse(config, path)
     kept = _dtype(dtype, config, where)
-    ids = _token_ids(path)
     there = None if ids is None else ids.to(where)
     target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
     ways = ((can_compile, compile_layers), (can_fuse, fuse), (can_bucket, bucket))
     make = next((make for can, make in ways if can(target)), None)
     if fused and make is not None:
         fast = make(target)
+        if isinstance(fast, CompiledCausal):
+            fast.outline.keep(path, dtype)
         if fast is not None:
             return fast
         _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)

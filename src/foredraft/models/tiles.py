@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from foredraft.models import kernels
-from foredraft.models.fused import norm
 
 
 class Tiles:
@@ -33,30 +32,27 @@ class Tiles:
         """Zeros, as many as there may be outputs."""
         return self._zeros.data_ptr()
 
-    def product(self, weight: Tensor) -> int:
-        """Lay out weight [outputs, inputs]."""
+    def product(self, weight: Tensor) -> Tensor:
+        """Lay out weight [outputs, inputs]; rows_of() reads it back."""
         tiles = kernels.laid_out(weight.detach())
         place, self._free = self._free[: tiles.numel()], self._free[tiles.numel() :]
-        place.view(tiles.shape).copy_(tiles)
-        return place.data_ptr()
+        return place.view(tiles.shape).copy_(tiles)
 
     def in_bytes(self, weight: Tensor) -> tuple[int, int]:
         """Lay out weight [outputs, inputs] in bytes; where these are, and their scales."""
         small, scales = kernels.in_bytes(weight.detach())
         return self._hold(small), self._hold(scales)
 
-    def bias(self, linears: list[Any], together: Callable[..., Tensor] | None = None) -> int:
-        """The biases of linear layers that are one product, put together as their weights are."""
-        if linears[0].bias is None:
-            return self.no_bias
-        parts = [part.bias.detach().float() for part in linears]
-        whole = torch.cat(parts) if together is None else together(*(part[:, None] for part in parts))[:, 0]
-        return self._hold(torch.cat([whole, whole.new_zeros(-len(whole) % kernels.WIDTH)]))
-
-    def norm(self, module: Any) -> int:
-        """The weights of a norm; 0 for none."""
-        return 0 if module is None else self._hold(norm(module).weight.float())
+    def vector(self, values: Tensor) -> int:
+        """A bias, or the weights of a norm."""
+        return self._hold(F.pad(values.detach().float(), (0, -len(values) % kernels.WIDTH)))
 
     def _hold(self, part: Tensor) -> int:
         self._held.append(part.contiguous())
         return self._held[-1].data_ptr()
+
+
+def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
+    """Return some rows, int64 [n], of a weight that lies in tiles: [n, inputs]."""
+    pairs = tiles.view(torch.int32).squeeze(-1)
+    return pairs[rows // kernels.WIDTH, :, rows % kernels.WIDTH].view(tiles.dtype)

@@ -12,7 +12,7 @@ from foredraft import zoo
 from foredraft.control import AcceptanceBudget, FixedBudget, pass_costs
 from foredraft.engine.protocols import Controller, Proposer
 from foredraft.errors import CheckpointError, ConfigError
-from foredraft.models import HFCausal, load_target
+from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.models.checkpoint import is_head, target_facts
 from foredraft.models.formats.files import read_json
 from foredraft.propose.distilled import complete, is_distilled
@@ -59,9 +59,7 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
     if is_distilled(path):
         path = complete(path, target_facts(Path(target.name)))
         return load_target(path, dtype=dtype, device=str(target.device))
-    from transformers import AutoTokenizer
-
-    check_same_vocabulary(AutoTokenizer.from_pretrained(path), tokenizer, str(draft))
+    check_same_vocabulary(load_tokenizer(path), tokenizer, str(draft))
     return load_target(path, dtype=dtype, device=str(target.device))
 
 

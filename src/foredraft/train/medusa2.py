@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError
-from foredraft.llm import load_tokenizer
+from foredraft.models import load_tokenizer
 from foredraft.models.checkpoint import TargetFacts, target_facts
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch

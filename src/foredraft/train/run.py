@@ -21,8 +21,7 @@ from rich.progress import Progress
 import foredraft
 from foredraft import zoo
 from foredraft.errors import ConfigError
-from foredraft.llm import load_tokenizer
-from foredraft.models import HFCausal, load_target
+from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.models.checkpoint import TargetFacts, target_facts
 from foredraft.propose.factory import draft_dir
 from foredraft.train import recipes

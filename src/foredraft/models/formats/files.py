@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -170,15 +170,29 @@ def target_rows(target: TargetFacts, name: Literal["lm_head", "embed"], rows: Te
 
 def target_tensor(target: TargetFacts, name: str) -> Tensor:
     """Read one tensor of a target. Raises CheckpointError."""
+    assert target.path is not None
+    tensor = stored_tensors(target.path)(name)
+    if tensor is None:
+        raise CheckpointError(f"{target.path} holds no {name}: its layout is not known here")
+    return tensor
+
+
+def stored_tensors(path: Path) -> Callable[[str], Tensor | None]:
+    """Return what reads a tensor of a model directory by its name, None if there is none. Its file is mapped
+    only as long as the tensor is in use.
+    """
     from safetensors import safe_open
 
-    assert target.path is not None
-    places = _places(target.path)
-    if name not in places:
-        raise CheckpointError(f"{target.path} holds no {name}: its layout is not known here")
-    with safe_open(places[name], framework="pt") as opened:
-        tensor: Tensor = opened.get_tensor(name)
-    return tensor
+    places = _places(path)
+
+    def read(name: str) -> Tensor | None:
+        if name not in places:
+            return None
+        with safe_open(places[name], framework="pt") as opened:
+            tensor: Tensor = opened.get_tensor(name)
+        return tensor
+
+    return read
 
 
 def norms(target: TargetFacts) -> list[tuple[str, Tensor]]:

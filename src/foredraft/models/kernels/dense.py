@@ -74,7 +74,8 @@ def tiles(outputs: int) -> int:
 def laid_out(weight: Tensor) -> Tensor:
     """Return weight [outputs, inputs], an even number of these, in tiles: [tiles, inputs / 2, WIDTH, 2]."""
     outputs, inputs = weight.shape
-    whole = F.pad(weight, (0, 0, 0, -outputs % WIDTH))
+    missing = -outputs % WIDTH
+    whole = F.pad(weight, (0, 0, 0, missing)) if missing else weight
     return whole.view(-1, WIDTH, inputs // 2, 2).transpose(1, 2)
 
 

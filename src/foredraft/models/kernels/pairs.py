@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 
 # Numba told to compile for another processor (NUMBA_CPU_NAME) gets what every one has.
 FEATURES = binding.get_host_cpu_features() if config.CPU_NAME is None else {}
+PROCESSOR = config.CPU_NAME or binding.get_host_cpu_name()
 _HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
 _HALF, _BYTE = ir.IntType(16), ir.IntType(8)
