@@ -28,7 +28,7 @@ def model_key(path: Path, *facts: object) -> str | None:
     """Return the same for facts of a model directory, as long as its files stay as they are; None for a small
     one, of which nothing is kept: it loads at once.
     """
-    stats = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    stats = [(file.name, file.stat()) for file in sorted(path.glob("*"))]
     if sum(stat.st_size for _, stat in stats) < LEAST_BYTES:
         return None
     return key([path.resolve(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats), *facts])
