@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Threads that wait for each other sleep soon, so that a busy machine does not stall a pass.
 export GOMP_SPINCOUNT ?= 10000
 
+PEER_ARMS = foredraft:plain,foredraft:auto,openvino:plain,openvino:ngram,vllm:plain,llamacpp:plain:q8_0,llamacpp:plain:q4_1
+
 .PHONY: demo test lint bench clean
 
 demo: $(VENV)/.installed
@@ -19,8 +21,11 @@ lint: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Beside other engines too: make bench PEERS=directory with their scripts (benchmarks/peers.py says how).
 bench: $(VENV)/.dev
-	$(BIN)/python benchmarks/decode.py
+	$(BIN)/python benchmarks/decode.py --arms plain,suffix,eagle,eagle+suffix
+	$(BIN)/python benchmarks/steps.py
+	$(if $(PEERS),$(BIN)/python benchmarks/peers.py --scripts $(PEERS) --arms $(PEER_ARMS))
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -1,12 +1,13 @@
 """Is drafting with budget "auto" ever slower than plain decoding? Paired runs, repeated until it is clear.
 
-    GOMP_SPINCOUNT=10000 python benchmarks/never_slower.py --loads 1,4,16 --drafts ngram,useless,fading
+    GOMP_SPINCOUNT=10000 python benchmarks/never_slower.py --loads 1,4,16 --drafts auto,untrained,fading
 
 Prompts are served `load` at a time, plainly and drafted, in alternating order. A pair gives the ratio of
 their tokens per second; a group of prompts is repeated until the 95 % interval of the mean log ratio is
 within 1 % to each side, or --most times. Drafts: a name that LLM knows; `useless` guesses random tokens;
-`fading` is the n-gram lookup for the first half of an answer and random tokens after. On a machine that other
-programs share one thread and --clock cpu disturb less, and still by several percent.
+`untrained` is an EAGLE head of random weights, which costs what a trained one does; `fading` is the n-gram
+lookup for the first half of an answer and random tokens after. On a machine that other programs share one
+thread and --clock cpu disturb less, and still by several percent.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import json
 import math
 import random
 import sys
+import tempfile
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
@@ -27,11 +29,15 @@ from rich.console import Console
 from rich.table import Table
 from scipy.stats import t as student
 
-from foredraft import LLM, SamplingParams
+from foredraft import LLM, SamplingParams, zoo
 from foredraft.control import AcceptanceBudget, pass_costs
 from foredraft.engine.drafter import Drafter
 from foredraft.engine.sequence import Sequence
+from foredraft.models.checkpoint import target_facts
+from foredraft.models.heads import EagleConfig, EagleLayer
 from foredraft.propose import NgramProposer
+from foredraft.propose.heads import save_eagle
+from foredraft.train.recipes import fused_layers
 from foredraft.types import Draft, Needs, Source, chain
 
 LONGEST = 8
@@ -65,7 +71,9 @@ def main() -> None:
     cli.add_argument("--prompts", type=Path, nargs="*", help="JSONL files; without any, the demo's prompts")
     cli.add_argument("--limit", type=int, default=20, help="use the first N rows of each file")
     cli.add_argument("--loads", type=numbers, default=[1, 2, 4, 8, 16, 32])
-    cli.add_argument("--drafts", type=lambda text: text.split(","), default=["ngram", "useless", "fading"])
+    cli.add_argument(
+        "--drafts", type=lambda text: text.split(","), default=["auto", "untrained", "useless", "fading"]
+    )
     cli.add_argument("--max-tokens", type=int, default=128)
     cli.add_argument("--temperature", type=float, default=0.0)
     cli.add_argument("--most", type=int, default=12, help="pairs a group at most")
@@ -100,6 +108,10 @@ def numbers(text: str) -> list[int]:
 
 def drafting(draft: str, args: argparse.Namespace) -> LLM:
     """An LLM with this draft and the automatic budget."""
+    if draft == "untrained":
+        with tempfile.TemporaryDirectory() as path:
+            write_untrained(Path(path), args.model)
+            return LLM(args.model, path, max_seqs=max(args.loads), prefix_cache=False)
     name = "ngram" if draft in ("useless", "fading") else draft
     llm = LLM(args.model, name, max_seqs=max(args.loads), prefix_cache=False)
     if name != draft:
@@ -108,6 +120,17 @@ def drafting(draft: str, args: argparse.Namespace) -> LLM:
         controller = AcceptanceBudget(Source(LONGEST), costs=pass_costs(target, target.name))
         llm.engine.drafter = Drafter(Useless(target.vocab_size, after), controller)
     return llm
+
+
+def write_untrained(path: Path, model: str) -> None:
+    """Write an EAGLE head of random weights, in the shape of the one that is trained here."""
+    from transformers import AutoConfig
+
+    home = zoo.resolve(model)
+    facts, config = target_facts(home), AutoConfig.from_pretrained(home)
+    torch.manual_seed(0)
+    head = EagleLayer(EagleConfig.like(config, fused_layers(facts.num_layers), 8192))
+    save_eagle(path, head, facts, max_len=config.max_position_embeddings)
 
 
 def compare(plain: LLM, drafted: LLM, group: Seq[dict[str, Any]], args: argparse.Namespace) -> dict[str, Any]:

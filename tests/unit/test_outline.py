@@ -10,15 +10,13 @@ import torch
 
 import tiny_models
 import tiny_tokenizers
-from foredraft.engine.batch import Feed, make_batch
 from foredraft.models import HFCausal, load_target, load_tokenizer, outline
 from foredraft.models.compiled import CompiledCausal
 from foredraft.models.fused import Rotary, trial
 from foredraft.models.hf_causal import HFCausal as Slow
 from foredraft.models.outline import Outline
-from foredraft.types import NO_DRAFT
 from foredraft.zoo import kept
-from tiny_models import VARIANTS, caches, fill_vectors
+from tiny_models import VARIANTS, fill_vectors
 
 KINDS = sorted(VARIANTS.keys() - {"dynamic angles"})
 
@@ -110,20 +108,6 @@ def test_angles_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
         wanted, own = Rotary.of(module, like, positions), angles(positions)
         assert torch.equal(own.cos, wanted.cos)
         assert torch.equal(own.sin, wanted.sin)
-
-
-@pytest.mark.parametrize("variant", ["tied", "gemma3"])
-def test_a_shared_matrix_lies_in_memory_once(variant: str, tmp_path: Path) -> None:
-    """Embeddings are read from the tiles of the output layer, and are those of the file."""
-    target = load(built(variant, tmp_path / "model"))
-    exact = load_target(tmp_path / "model", dtype="bfloat16", device="cpu", fused=False)
-    assert vars(target)["_embedding"] is None
-    tokens = list(range(97))
-    found = [
-        one.forward(make_batch([Feed(tokens, 0, table, NO_DRAFT)]), kv, (0,)).hidden[0]
-        for one, (kv, table) in zip((target, exact), caches([target, exact], 97), strict=True)
-    ]
-    assert torch.equal(*found)
 
 
 def test_the_kept_tokenizer_is_the_same(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from foredraft.models.fused import KnownAngles, agree, can_fuse, trial
 from foredraft.models.hf_causal import HFCausal
 from foredraft.models.outline import Outline
 from foredraft.models.rows import Rows
-from foredraft.models.tiles import Tiles, rows_of
+from foredraft.models.tiles import Tiles
 from foredraft.sampling import widen
 
 _QKV, _GATE_UP = (
@@ -51,23 +51,17 @@ class CompiledCausal(HFCausal):
             ],
             np.int64,
         )
-        head = weights.head(token_ids)
-        self._ending = np.array(
-            [weights.norm("model.norm"), head.data_ptr(), weights.bias("lm_head")], np.int64
-        )
-        self._tiles, self._embed_scale = weights.tiles, torch.tensor(outline.embed_scale).bfloat16()
-        # A matrix that is shared lies in memory once.
-        self._rows_in = head if outline.tied and token_ids is None else None
-        self._embedding = None if self._rows_in is not None else weights["model.embed_tokens.weight"].clone()
+        ending = (weights.norm("model.norm"), weights.head(token_ids), weights.bias("lm_head"))
+        self._ending, self._tiles = np.array(ending, np.int64), weights.tiles
+        scale = outline.embed_scale
+        self._embed_scale = None if scale == 1 else torch.tensor(scale).bfloat16()
+        # Left in its file, of which only the rows that are used come to memory.
+        self._embedding = weights["model.embed_tokens.weight"]
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """token_ids: int64 [rows]. Returns [rows, hidden]."""
-        if self._rows_in is not None:
-            x = rows_of(self._rows_in, token_ids)
-        else:
-            assert self._embedding is not None
-            x = self._embedding[token_ids]
-        return x if self._embed_scale == 1 else x * self._embed_scale
+        x = self._embedding[token_ids]
+        return x if self._embed_scale is None else x * self._embed_scale
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: KVCache, hidden_layers: tuple[int, ...] = ()) -> ForwardOut:
@@ -140,7 +134,7 @@ class _Weights:
 
     def product(self, *names: str, together: Callable[..., Tensor] = _behind) -> int:
         """The weights of linear layers that are one product."""
-        return self.tiles.product(together(*(self[f"{name}.weight"] for name in names))).data_ptr()
+        return self.tiles.product(together(*(self[f"{name}.weight"] for name in names)))
 
     def bias(self, *names: str, together: Callable[..., Tensor] = _behind) -> int:
         """Their biases, put together likewise."""
@@ -148,8 +142,8 @@ class _Weights:
             return self.tiles.no_bias
         return self.tiles.vector(together(*(self[f"{name}.bias"][:, None] for name in names))[:, 0])
 
-    def head(self, token_ids: Tensor | None) -> Tensor:
-        """The output layer, for some tokens or all, in tiles."""
+    def head(self, token_ids: Tensor | None) -> int:
+        """The output layer, for some tokens or all."""
         weight = self["model.embed_tokens.weight" if self._outline.tied else "lm_head.weight"]
         return self.tiles.product(weight if token_ids is None else weight[token_ids])
 

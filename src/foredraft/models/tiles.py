@@ -32,11 +32,12 @@ class Tiles:
         """Zeros, as many as there may be outputs."""
         return self._zeros.data_ptr()
 
-    def product(self, weight: Tensor) -> Tensor:
-        """Lay out weight [outputs, inputs]; rows_of() reads it back."""
+    def product(self, weight: Tensor) -> int:
+        """Lay out weight [outputs, inputs]."""
         tiles = kernels.laid_out(weight.detach())
         place, self._free = self._free[: tiles.numel()], self._free[tiles.numel() :]
-        return place.view(tiles.shape).copy_(tiles)
+        place.view(tiles.shape).copy_(tiles)
+        return place.data_ptr()
 
     def in_bytes(self, weight: Tensor) -> tuple[int, int]:
         """Lay out weight [outputs, inputs] in bytes; where these are, and their scales."""
@@ -50,9 +51,3 @@ class Tiles:
     def _hold(self, part: Tensor) -> int:
         self._held.append(part.contiguous())
         return self._held[-1].data_ptr()
-
-
-def rows_of(tiles: Tensor, rows: Tensor) -> Tensor:
-    """Return some rows, int64 [n], of a weight that lies in tiles: [n, inputs]."""
-    pairs = tiles.view(torch.int32).squeeze(-1)
-    return pairs[rows // kernels.WIDTH, :, rows % kernels.WIDTH].view(tiles.dtype)
