@@ -91,7 +91,12 @@ def main() -> None:
     arms = [arm for arm in map(Arm.parse, args.arms.split(",")) if there(arm)]
     if args.tune:
         arms = tuned(arms, args)
-    report(measure(arms, args.prompts, args, args.out), arms)
+    records = measure(arms, args.prompts, args, args.out)
+    rounds = {arm.name: {r["round"] for r in records if r["arm"] == arm.name} for arm in arms}
+    whole = [arm for arm in arms if len(rounds[arm.name]) == args.rounds]
+    if whole:
+        report(records, whole)
+    sys.exit(len(whole) < len(arms))
 
 
 def parse() -> argparse.Namespace:
@@ -122,16 +127,20 @@ def there(arm: Arm) -> bool:
 def measure(
     arms: Sequence[Arm], files: Sequence[Path] | None, args: argparse.Namespace, out: Path
 ) -> list[dict[str, Any]]:
-    """Run arms over prompts, in rounds; write and return the records."""
+    """Run arms over prompts, in rounds; write and return the records. An arm that fails is left out then."""
     out.parent.mkdir(parents=True, exist_ok=True)
     prompts, partial = out.with_suffix(".prompts").resolve(), out.with_suffix(".partial").resolve()
     prompts.write_text("".join(json.dumps(row) + "\n" for row in load(files, args.limit)), encoding="utf-8")
     records: list[dict[str, Any]] = []
+    left = list(arms)
     with out.open("w", encoding="utf-8") as file:
         for number in range(args.rounds):
-            for arm in arms if number % 2 == 0 else reversed(arms):
+            for arm in list(left) if number % 2 == 0 else list(reversed(left)):
                 begun_s = time.monotonic()
                 ran = run(arm, args, prompts, partial)
+                if not ran:
+                    left.remove(arm)
+                    continue
                 for row in ran:
                     records.append({"arm": arm.name, "round": number} | row)
                     file.write(json.dumps(records[-1]) + "\n")
@@ -142,7 +151,7 @@ def measure(
 
 
 def run(arm: Arm, args: argparse.Namespace, prompts: Path, out: Path) -> list[dict[str, Any]]:
-    """Run one arm in a process of its own; raises SystemExit with its last words if it fails."""
+    """Run one arm in a process of its own; if it fails say its last words and return nothing."""
     preload = ":".join(str(file) for file in PRELOAD.get(arm.engine, ()) if file.exists())
     env = {"GOMP_SPINCOUNT": "10000"} | os.environ | ({"LD_PRELOAD": preload} if preload else {})
     ran = subprocess.run(
@@ -154,7 +163,8 @@ def run(arm: Arm, args: argparse.Namespace, prompts: Path, out: Path) -> list[di
         check=False,
     )
     if ran.returncode:
-        raise SystemExit(f"{arm.name} failed:\n{ran.stderr[-2000:]}")
+        console.print(f"{arm.name} failed and is left out:\n{ran.stderr[-2000:]}", markup=False)
+        return []
     return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
 
 
