@@ -161,7 +161,9 @@ class CompiledEagle:
         longest, most = BlockPool.needed(level.longest) * BLOCK, level.most * queries // kv_heads
         spans, slots, tails = (part.ctypes.data for part in (level.spans, level.slots, level.tails))
         board = np.zeros(_STATES * kernels.LEVEL_PHASES * kernels.PHASE_BYTES // 8, np.int64)
-        size = kernels.own_bytes(kernels.scratch_size(dim, dim, longest, most, level.deepest))
+        together = kernels.heads_together(len(level.spans), kv_heads, longest, most, torch.get_num_threads())
+        sizes = (longest, most, level.deepest, together)
+        size = kernels.own_bytes(kernels.scratch_size(dim, dim, *sizes))
         told = (
             board.ctypes.data,
             self._head,
@@ -177,7 +179,7 @@ class CompiledEagle:
             level.state,
             self._ids,
             np.array([known.cos.data_ptr(), known.sin.data_ptr(), row_at[1]], np.int64),
-            np.array([spans, slots, *row_at[3:5], tails, longest, most, level.deepest], np.int64),
+            np.array([spans, slots, *row_at[3:5], tails, *sizes], np.int64),
             self._eps,
             self._scale,
             worth,

@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from itertools import chain
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -46,10 +47,13 @@ class Rows:
 
     def told(self, heads: int, kv_heads: int, dim: int, value_dim: int) -> tuple[tuple[int, ...], int]:
         """Return what kernels.attended is told of the rows: where units, slots, prefix, tail_at and tails
-        are, the longest text, the most queries of a key head, the longest tail; and how many bytes it needs.
+        are, the longest text, the most queries of a key head, the longest tail, how many key heads attend
+        together; and how many bytes it needs.
         """
         parts = (self.units, self.slots, self.prefix, self.tail_at, self.tails)
-        sizes = (BlockPool.needed(self.longest) * BLOCK, kernels.UNIT * heads // kv_heads, self.deepest)
+        cap, most = BlockPool.needed(self.longest) * BLOCK, kernels.UNIT * heads // kv_heads
+        together = kernels.heads_together(self.count, kv_heads, cap, most, torch.get_num_threads())
+        sizes = (cap, most, self.deepest, together)
         size = kernels.own_bytes(kernels.scratch_size(dim, value_dim, *sizes))
         return (*(part.ctypes.data for part in parts), *sizes), size
 

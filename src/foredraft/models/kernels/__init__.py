@@ -13,7 +13,7 @@ from foredraft.zoo import cache_dir
 
 os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
 
-from foredraft.models.kernels.attend import LEAST, scratch_size
+from foredraft.models.kernels.attend import LEAST, heads_together, scratch_size
 from foredraft.models.kernels.dense import WIDTH, in_bytes, interleaved, laid_out, tiles
 from foredraft.models.kernels.head import LEVEL_PHASES, run_head
 from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
@@ -54,6 +54,7 @@ __all__ = [
     "UNIT",
     "WIDTH",
     "attended",
+    "heads_together",
     "in_bytes",
     "interleaved",
     "laid_out",

@@ -35,6 +35,7 @@ _mix_wide = pair_sums(AT_ONCE, _WIDE // 16, 16, fresh=False)
 _mix_middle = pair_sums(AT_ONCE, 1, 16, fresh=False)
 _mix_least = pair_sums(AT_ONCE, 1, LEAST, fresh=False)
 _add_middle, _add_least = (pair_sums(1, 1, lanes, fresh=False) for lanes in (16, LEAST))
+_SIDE_BY_SIDE, _NEAR_BYTES = 4, 1 << 20
 _FAR = UINT(1) << UINT(40)
 
 
@@ -134,6 +135,7 @@ def attend(
     heads: Any,
     kv: Any,
     head: Any,
+    together: Any,
     dim: Any,
     value_dim: Any,
     scale: Any,
@@ -143,7 +145,8 @@ def attend(
     most: Any,
     longest: Any,
 ) -> None:
-    """Attend from some rows of one sequence to the slots that each sees, for one key head.
+    """Attend from some rows of one sequence to the slots that each sees, for `together` key heads from `head`
+    on. These lie side by side in a block, and memory is read faster in longer pieces.
 
     q: rows q_row apart, heads q_head apart; keys: [blocks, kv, dim / 2, BLOCK, 2]; values: [blocks, kv, BLOCK
     / 2, value_dim, 2]; out: [rows, heads, value_dim]. span: int64 [4], first row, rows, where its slots begin
@@ -157,7 +160,8 @@ def attend(
     others = carray(ints(tails), (_FAR,))
     row0, rows, first_slot, length = UINT(of[0]), UINT(of[1]), UINT(of[2]), UINT(of[3])
     n, m, cap_, two, four = UINT(dim), UINT(value_dim), UINT(cap), UINT(2), UINT(4)
-    share, block, whole = UINT(heads) // UINT(kv), UINT(BLOCK), UINT(most) + UINT(AT_ONCE - 1)
+    share, block, many = UINT(heads) // UINT(kv), UINT(BLOCK), UINT(together)
+    whole = many * (UINT(most) + UINT(AT_ONCE - 1))
     count = rows * share
     scores_at = UINT(scratch)
     mixed_at = scores_at + whole * cap_ * four
@@ -171,23 +175,23 @@ def attend(
     mixed, o = carray(floats(mixed_at), (_FAR,)), carray(halves(out), (_FAR,))
     weights, path = carray(halves(weights_at), (_FAR,)), carray(halves(path_at), (_FAR,))
     own = carray(halves(own_at), (_FAR,))
+    # Of each head so many queries, the last one again, beside itself, until they are whole fours.
     padded = (count + UINT(AT_ONCE - 1)) // UINT(AT_ONCE) * UINT(AT_ONCE)
-    for g in range(padded):  # the last one again, beside itself
-        source = min(g, count - UINT(1))
-        base = (row0 + source // share) * UINT(q_row) + (UINT(head) * share + source % share) * UINT(q_head)
+    for g in range(many * padded):
+        source, of_head = min(g % padded, count - UINT(1)), UINT(head) + g // padded
+        base = (row0 + source // share) * UINT(q_row) + (of_head * share + source % share) * UINT(q_head)
         for d in range(n):
             query[g * n + d] = x[base + d]
     blocks = (length + block - UINT(1)) // block
+    key_size, value_size = n * block * two, m * block * two
     for c in range(blocks):
-        held = (
-            UINT(keys) + (UINT(at[first_slot + c * block]) // block * UINT(kv) + UINT(head)) * n * block * two
-        )
-        for g in range(UINT(0), count, UINT(AT_ONCE)):
-            to = scores_at + (g * cap_ + c * block) * four
-            _scores(query_at + g * n * two, n * two, held, block * four, n // two, to, cap_ * four)
+        held = UINT(keys) + (UINT(at[first_slot + c * block]) // block * UINT(kv) + UINT(head)) * key_size
+        for g in range(UINT(0), many * padded, UINT(AT_ONCE)):
+            key, to = held + g // padded * key_size, scores_at + (g * cap_ + c * block) * four
+            _scores(query_at + g * n * two, n * two, key, block * four, n // two, to, cap_ * four)
     low, high = blocks, UINT(0)  # the blocks that are mixed
-    for g in range(padded):
-        row = row0 + min(g, count - UINT(1)) // share
+    for g in range(many * padded):
+        row = row0 + min(g % padded, count - UINT(1)) // share
         first, seen, begin, extra, last = _sight(ends, begins, row, window)
         for t in range(extra):
             scores[g * cap_ + seen + t] = scores[g * cap_ + UINT(others[begin + t])]
@@ -196,36 +200,45 @@ def attend(
         its, its_weights = scores[g * cap_ : (g + UINT(1)) * cap_], weights[g * cap_ : (g + UINT(1)) * cap_]
         _rounded(its, its_weights, first, until, blocks * block)
         low, high = min(low, first // block), max(high, (until + block - UINT(1)) // block)
-    for i in range(padded * m):
+    for i in range(many * padded * m):
         mixed[i] = F32(0)
-    apart = UINT(kv) * block * m
-    head_at = UINT(values) + UINT(head) * block * m * two
-    for g in range(UINT(0), count, UINT(AT_ONCE)):
-        for c in range(low, high):
-            value = head_at + UINT(at[first_slot + c * block]) // block * apart * two
+    for c in range(low, high):
+        held = UINT(values) + (UINT(at[first_slot + c * block]) // block * UINT(kv) + UINT(head)) * value_size
+        for g in range(UINT(0), many * padded, UINT(AT_ONCE)):
             weight, to = weights_at + (g * cap_ + c * block) * two, mixed_at + g * m * four
-            _mix(value, m * four, weight, cap_ * two, block // two, to, m)
-    held_values, where = carray(halves(head_at), (_FAR,)), (apart, m)
-    for g in range(count):
-        row = row0 + g // share
+            _mix(held + g // padded * value_size, m * four, weight, cap_ * two, block // two, to, m)
+    where = (UINT(kv) * block * m, m)
+    for g in range(many * padded):
+        if g % padded >= count:
+            continue
+        row, of_head, its_share = row0 + g % padded // share, UINT(head) + g // padded, g % padded % share
         first, seen, begin, extra, last = _sight(ends, begins, row, window)
         if extra:
             start = seen - seen % two
             pairs = (last - start + UINT(1)) // two
-            if g % share == UINT(0):
+            if its_share == UINT(0):
                 path[(pairs - UINT(1)) * two * m : pairs * two * m] = U16(0)
+                held_values = carray(halves(UINT(values) + of_head * value_size), (_FAR,))
                 _path(held_values, where, at[first_slot:], seen, others, begin, last, path)
             for j in range(start, start + two * pairs):
                 inside = first <= j < last
                 own[j - start] = to_half(scores[g * cap_ + j]) if inside else U16(0)
             _mix_own(path_at, own_at, pairs, mixed_at + g * m * four, m)
-        base = (row * UINT(heads) + UINT(head) * share + g % share) * m
+        base = (row * UINT(heads) + of_head * share + its_share) * m
         inverse = F32(1) / sums[g]
         for d in range(m):
             o[base + d] = to_half(mixed[g * m + d] * inverse)
 
 
-def scratch_size(dim: int, value_dim: int, cap: int, most: int, longest: int) -> int:
+def heads_together(count: int, kv_heads: int, cap: int, most: int, threads: int) -> int:
+    """Return how many key heads of a unit are attended together: as many as leave each thread something to
+    do, as lie side by side in a few pages, and as have room for their scores in a core's own cache.
+    """
+    fit = _NEAR_BYTES // ((most + AT_ONCE - 1) * cap * 6)
+    return max(1, min(-(-kv_heads * count // threads), kv_heads, _SIDE_BY_SIDE, fit))
+
+
+def scratch_size(dim: int, value_dim: int, cap: int, most: int, longest: int, together: int) -> int:
     """Return how many bytes `attend` works in."""
-    whole = most + AT_ONCE - 1
+    whole = together * (most + AT_ONCE - 1)
     return whole * (4 * (cap + value_dim + 1) + 2 * (dim + cap)) + 2 * (longest + 4) * (value_dim + 1)

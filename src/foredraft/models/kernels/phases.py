@@ -246,15 +246,17 @@ def attended(
     scratch: Any,
 ) -> None:
     """This thread's share of attention, from so many units of rows. cache: keys, values. seen: where units,
-    slots, prefix, tail_at and tails are, then cap, most and longest; all as attend has them.
+    slots, prefix, tail_at and tails are, then cap, most, longest and together; all as attend has them.
     """
-    done, heads = UINT(0), UINT(kv)
-    all_, own = UINT(count) * heads, UINT(scratch) + UINT(4 * AT_ONCE * WIDTH)
+    done, together = UINT(0), UINT(seen[8])
+    groups = (UINT(kv) + together - UINT(1)) // together
+    all_, own = UINT(count) * groups, UINT(scratch) + UINT(4 * AT_ONCE * WIDTH)
     while True:
         unit = claimed(UINT(board), UINT(phase))
         if unit >= all_:
             break
         done += UINT(1)
+        head = unit % groups * together
         attend(
             q,
             q_row,
@@ -262,14 +264,15 @@ def attended(
             cache[0],
             cache[1],
             out,
-            UINT(seen[0]) + unit // heads * UINT(32),
+            UINT(seen[0]) + unit // groups * UINT(32),
             seen[1],
             seen[2],
             seen[3],
             seen[4],
             queries,
             kv,
-            unit % heads,
+            head,
+            min(together, UINT(kv) - head),
             dim,
             value_dim,
             scale,
