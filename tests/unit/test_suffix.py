@@ -78,6 +78,15 @@ def slow_tree(text: list[int], budget: int, levels: int, depth: int = 24) -> tup
     return tokens, parents
 
 
+@given(TEXTS, st.integers(1, 6))
+def test_the_newest_place_is_where_the_text_is_found(text: list[int], depth: int) -> None:
+    """After every token, as find() has it."""
+    automaton = SuffixAutomaton(depth)
+    for length in range(1, len(text) + 1):
+        automaton.extend(text[length - 1 : length])
+        assert automaton.newest == automaton.find(text[:length])
+
+
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=12), st.integers(1, 6))
 def test_matches_and_counts_are_those_of_the_text(text: list[int], tokens: list[int], depth: int) -> None:
     automaton = SuffixAutomaton(depth)

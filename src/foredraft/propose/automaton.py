@@ -93,6 +93,14 @@ class SuffixAutomaton:
             length = self.length[state]
         return self._cut(self.follow[state][token], length + 1, self.depth)
 
+    @property
+    def newest(self) -> Place:
+        """The place of the text's last `depth` tokens: what find(text) returns, at once."""
+        state, length = self._recent
+        if length <= self.length[self.link[state]] and state:
+            state = self.link[state]  # it was cloned since
+        return self._cut(state, length, self.depth)
+
     def find(self, tokens: Seq[int]) -> Place:
         """Return the place of the longest suffix of `tokens`, of up to `depth`, that occurs."""
         place = (0, 0)

@@ -93,25 +93,28 @@ class SuffixProposer:
         """Return the lookup, graded by the chance of the likeliest next token; none if no draft would be
         made.
         """
-        nexts = [continuations(known, known.find(seq.tokens))[1] for known in self._known(seq)]
+        nexts = [continuations(known, place)[1] for known, place in self._known(seq)]
         chance = max(
             (share for shares in nexts for token, share in shares.items() if token != _END), default=0
         )
         return (_SOURCES[int(chance * _GRADES)],) if chance >= _LEAST else ()
 
-    def _known(self, seq: Sequence) -> list[SuffixAutomaton]:
-        """Return the automaton of the request's text, brought up to date, and those of earlier answers."""
+    def _known(self, seq: Sequence) -> list[tuple[SuffixAutomaton, Place]]:
+        """Return the automaton of the request's text, brought up to date, and those of earlier answers, each
+        with where the text's end is in it.
+        """
         if seq.request_id not in self._states:
             self._states[seq.request_id] = _State(seq, SuffixAutomaton(DEPTH))
         own = self._states[seq.request_id].known
         own.extend(seq.tokens[len(own) :])
-        return [own, *self._memory.halves] if self._memory else [own]
+        others = self._memory.halves if self._memory is not None else []
+        return [(own, own.newest), *((other, other.find(seq.tokens)) for other in others)]
 
     def _one(self, seq: Sequence, budget: int) -> Draft:
         known = self._known(seq)
         if min(budget, seq.levels_left) <= 0:
             return NO_DRAFT
-        found = [grow(source, source.find(seq.tokens), budget, seq.levels_left) for source in known]
+        found = [grow(source, place, budget, seq.levels_left) for source, place in known]
         best = max(found, key=lambda growth: growth.expected)
         return Draft(torch.tensor(best.tokens), tuple(best.parents)) if best.tokens else NO_DRAFT
 
