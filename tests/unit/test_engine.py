@@ -4,6 +4,7 @@ text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from itertools import count
 from typing import Any
 
@@ -11,9 +12,11 @@ import pytest
 import torch
 
 from fakes import ContextTarget, RandomProposer
-from foredraft.control import FixedBudget
+from foredraft.control import AcceptanceBudget, FixedBudget
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.pool import BLOCK
+from foredraft.engine.protocols import StepTimes
+from foredraft.engine.sequence import Sequence
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
 from foredraft.types import Needs, SamplingParams, Source, StepOutput
@@ -225,6 +228,50 @@ def test_budget_per_request_overrides_the_controller() -> None:
     assert found[plain][-1].stats.drafted == 0
     assert found[short][-1].stats.mean_emitted == 2
     assert tokens(found[plain]) == tokens(found[short])
+
+
+class Asked:
+    """A controller that notes in which of the engine's steps it was asked."""
+
+    def __init__(self) -> None:
+        self.step, self.asked, self.budget = 0, list[int](), 0
+
+    def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
+        self.asked.append(self.step)
+        return [self.budget] * len(seqs)
+
+    def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
+        self.step += 1
+
+    def forget(self, request_id: str) -> None: ...
+
+
+def test_after_many_steps_without_a_draft_every_fourth_asks_for_one() -> None:
+    """Until one is drafted again; texts stay what they are."""
+    target, controller = ContextTarget(7), Asked()
+    engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
+    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    for _ in range(40):
+        engine.step()
+    assert controller.asked == [*range(16), 19, 23, 27, 31, 35, 39]
+    controller.budget = 3
+    for _ in range(12):
+        engine.step()
+    assert controller.asked[-9:] == list(range(43, 52))
+
+
+def test_a_request_that_joins_while_nothing_is_drafted() -> None:
+    """It may emit and end before anybody asked for its drafts."""
+    target = ContextTarget(7)
+    controller = AcceptanceBudget(Source(4, prior=0.001))
+    engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
+    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), "long")
+    found: dict[str, list[int]] = {}
+    for number in range(50):
+        engine.add([3, number % 7], SamplingParams(temperature=0, max_tokens=1), f"{number}")
+        for output in engine.step():
+            found.setdefault(output.request_id, []).extend(output.token_ids)
+    assert all(found[f"{number}"] == plain_greedy(target, [3, number % 7], 1) for number in range(50))
 
 
 def test_context_end_is_length() -> None:

@@ -99,7 +99,7 @@ class AcceptanceBudget:
         levels_of: dict[str, int] = {}  # by method
         nodes, drafting, probing, steady = 0, 0, 0, True
         for output in outputs:
-            request = self._requests[output.request_id]
+            request = self._requests.setdefault(output.request_id, Request())
             drafted, source = len(output.parents), request.source
             if drafted and source is not None:
                 levels = max(depths(output.parents))

@@ -13,6 +13,8 @@ from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.types import NO_DRAFT, Draft, StepOutput, Verdict
 
+_IDLE = 16  # steps without a draft, from which on only every _LOOK-th step asks for one
+_LOOK = 4
 _log = logging.getLogger(__name__)
 
 
@@ -25,6 +27,7 @@ class Drafter:
         self.proposer, self.controller = proposer, controller
         self._sourced = proposer if isinstance(proposer, Sourced) else None
         self._off: set[str] = set()  # requests that go on without drafts
+        self._idle = 0  # steps since anything was drafted
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -32,12 +35,20 @@ class Drafter:
         return self.proposer.needs.hidden_layers if self.proposer is not None else ()
 
     def propose(self, seqs: list[Sequence], pool: BlockPool, batch_tokens: int) -> list[Draft]:
-        """Return one draft a sequence, for which its table has slots, already while it is made."""
+        """Return one draft a sequence, for which its table has slots, already while it is made.
+
+        Where nothing was worth drafting for long, asking every time would be what takes time.
+        """
         drafts = dict.fromkeys(seqs, NO_DRAFT)
+        self._idle += 1
+        if self._idle > _IDLE and self._idle % _LOOK:
+            return list(drafts.values())
         drafting = [seq for seq in self._drafting(seqs) if self._offered(seq)]
         if drafting and self.proposer is not None and self.controller is not None:
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
+            if any(budgets):
+                self._idle = 0
             for seq, budget in zip(drafting, budgets, strict=True):
                 grown = pool.grow(seq.table, len(seq.tokens) + budget)
                 assert grown

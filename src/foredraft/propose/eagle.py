@@ -27,7 +27,7 @@ from foredraft.propose.guess import at_nodes, drawn, is_processed
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
-_FEW = 32  # features that wait to be fed with the next draft; more are fed at once
+_FEW = 128  # features that wait to be fed with the next draft; more are fed at once
 _WIDTH, _LEVELS = BEST, LEVELS  # nodes of a level that are continued, and candidates below each; levels
 _SPARE = 8  # nodes that are fed beyond the budget, if there are slots, to find better ones
 _WORTH = 0.15  # chance that a level's best nodes are all right so far, under which no deeper level is tried
