@@ -250,7 +250,8 @@ def test_after_many_steps_without_a_draft_every_fourth_asks_for_one() -> None:
     """Until one is drafted again; texts stay what they are."""
     target, controller = ContextTarget(7), Asked()
     engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
-    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
+    for first in range(4):
+        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
     for _ in range(40):
         engine.step()
     assert controller.asked == [*range(16), 19, 23, 27, 31, 35, 39]
@@ -260,12 +261,28 @@ def test_after_many_steps_without_a_draft_every_fourth_asks_for_one() -> None:
     assert controller.asked[-9:] == list(range(43, 52))
 
 
+def test_one_request_is_always_asked() -> None:
+    """A lookup that comes up is not missed where asking takes next to nothing."""
+    target, controller = ContextTarget(7), Asked()
+    engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
+    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    run(engine)
+    assert controller.asked == list(range(60))
+
+
+class Never(AcceptanceBudget):
+    """Weighs, and drafts nothing."""
+
+    def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
+        return [0 for _ in super().budgets(seqs, batch_tokens)]
+
+
 def test_a_request_that_joins_while_nothing_is_drafted() -> None:
     """It may emit and end before anybody asked for its drafts."""
-    target = ContextTarget(7)
-    controller = AcceptanceBudget(Source(4, prior=0.001))
+    target, controller = ContextTarget(7), Never(Source(4))
     engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
-    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True), "long")
+    for first in range(3):
+        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
     found: dict[str, list[int]] = {}
     for number in range(50):
         engine.add([3, number % 7], SamplingParams(temperature=0, max_tokens=1), f"{number}")

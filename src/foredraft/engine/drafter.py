@@ -13,8 +13,8 @@ from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.types import NO_DRAFT, Draft, StepOutput, Verdict
 
-_IDLE = 16  # steps without a draft, from which on only every _LOOK-th step asks for one
-_LOOK = 4
+_IDLE = 16  # steps without a draft, from which on only every _LOOK-th step asks a _CROWD of sequences for one
+_LOOK, _CROWD = 4, 4
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +41,7 @@ class Drafter:
         """
         drafts = dict.fromkeys(seqs, NO_DRAFT)
         self._idle += 1
-        if self._idle > _IDLE and self._idle % _LOOK:
+        if self._idle > _IDLE and self._idle % _LOOK and len(seqs) >= _CROWD:
             return list(drafts.values())
         drafting = [seq for seq in self._drafting(seqs) if self._offered(seq)]
         if drafting and self.proposer is not None and self.controller is not None:
