@@ -247,18 +247,26 @@ class Asked:
 
 
 def test_after_many_steps_without_a_draft_every_fourth_asks_for_one() -> None:
-    """Until one is drafted again; texts stay what they are."""
+    """Until drafts are worth it again; one now and then, as a probe is, changes nothing."""
     target, controller = ContextTarget(7), Asked()
     engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
     for first in range(4):
         engine.add([first, 2], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
-    for _ in range(40):
+    for _ in range(80):
         engine.step()
-    assert controller.asked == [*range(16), 19, 23, 27, 31, 35, 39]
+    assert controller.asked[:50] == list(range(50))
+    assert controller.asked[-6:] == [59, 63, 67, 71, 75, 79]
     controller.budget = 3
-    for _ in range(12):
+    for _ in range(4):
         engine.step()
-    assert controller.asked[-9:] == list(range(43, 52))
+    controller.budget = 0
+    for _ in range(8):
+        engine.step()
+    assert controller.asked[-3:] == [83, 87, 91]
+    controller.budget = 3
+    for _ in range(20):
+        engine.step()
+    assert controller.asked[-10:] == list(range(102, 112))
 
 
 def test_one_request_is_always_asked() -> None:
@@ -282,13 +290,13 @@ def test_a_request_that_joins_while_nothing_is_drafted() -> None:
     target, controller = ContextTarget(7), Never(Source(4))
     engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
     for first in range(3):
-        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=200, ignore_eos=True))
     found: dict[str, list[int]] = {}
-    for number in range(50):
+    for number in range(150):
         engine.add([3, number % 7], SamplingParams(temperature=0, max_tokens=1), f"{number}")
         for output in engine.step():
             found.setdefault(output.request_id, []).extend(output.token_ids)
-    assert all(found[f"{number}"] == plain_greedy(target, [3, number % 7], 1) for number in range(50))
+    assert all(found[f"{number}"] == plain_greedy(target, [3, number % 7], 1) for number in range(150))
 
 
 def test_context_end_is_length() -> None:

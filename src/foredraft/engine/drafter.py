@@ -13,8 +13,9 @@ from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.types import NO_DRAFT, Draft, StepOutput, Verdict
 
-_IDLE = 16  # steps without a draft, from which on only every _LOOK-th step asks a _CROWD of sequences for one
-_LOOK, _CROWD = 4, 4
+# Where fewer than about _SELDOM of the last 1 / (1 - _FADE) steps drafted anything, a _CROWD of sequences is
+# asked at every _LOOK-th step only.
+_SELDOM, _FADE, _LOOK, _CROWD = 1.5, 0.95, 4, 4
 _log = logging.getLogger(__name__)
 
 
@@ -27,7 +28,7 @@ class Drafter:
         self.proposer, self.controller = proposer, controller
         self._sourced = proposer if isinstance(proposer, Sourced) else None
         self._off: set[str] = set()  # requests that go on without drafts
-        self._idle = 0  # steps since anything was drafted
+        self._steps, self._drafted = 0, 1 / (1 - _FADE)  # steps, and of the last ones those that drafted
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -37,18 +38,17 @@ class Drafter:
     def propose(self, seqs: list[Sequence], pool: BlockPool, batch_tokens: int) -> list[Draft]:
         """Return one draft a sequence, for which its table has slots, already while it is made.
 
-        Where nothing was worth drafting for long, asking every time would be what takes time.
+        Where hardly anything was worth drafting for long, asking every time would be what takes time.
         """
         drafts = dict.fromkeys(seqs, NO_DRAFT)
-        self._idle += 1
-        if self._idle > _IDLE and self._idle % _LOOK and len(seqs) >= _CROWD:
+        self._steps, self._drafted = self._steps + 1, self._drafted * _FADE
+        if self._drafted < _SELDOM and self._steps % _LOOK and len(seqs) >= _CROWD:
             return list(drafts.values())
         drafting = [seq for seq in self._drafting(seqs) if self._offered(seq)]
         if drafting and self.proposer is not None and self.controller is not None:
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
-            if any(budgets):
-                self._idle = 0
+            self._drafted += any(budgets)
             for seq, budget in zip(drafting, budgets, strict=True):
                 grown = pool.grow(seq.table, len(seq.tokens) + budget)
                 assert grown
