@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
@@ -23,6 +23,7 @@ _PROBES = 0.007  # share of the time that may go into drafts that do not promise
 _PROBE = 2  # nodes of such a draft
 _UNTRIED = 32  # steps after which a method is tried again although another promises more
 _LEARN = 0.1  # weight of the newest step in times
+_AGAIN = 16  # steps for which what was weighed holds, if nothing was learnt and the same is asked
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,16 @@ class FixedBudget:
 
     def forget(self, request_id: str) -> None:
         """Hold nothing."""
+
+
+@dataclass(slots=True)
+class _Weighed:
+    """What was asked last, and what came of it: gains and budgets, and for how many more steps these hold."""
+
+    asked: object = None
+    gains: list[list[float]] = field(default_factory=list)
+    budgets: list[int] = field(default_factory=list)
+    left: int = _AGAIN
 
 
 class AcceptanceBudget:
@@ -61,14 +72,42 @@ class AcceptanceBudget:
         self._drafts: dict[str, dict[int, DraftCosts]] = {}  # of a method, by sequences.bit_length()
         self._other_s = 0.0
         self._allowance_s = 0.0  # what probes may take now
+        self._lessons = 0  # drafts judged so far
+        self._weighed = _Weighed()
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
         """Choose for each sequence a source, and return how many nodes it may draft."""
         requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
-        count = len(seqs)
+        count, weighed = len(seqs), self._weighed
+        asked = (batch_tokens, self._lessons, *((seq.request_id, seq.sources) for seq in seqs))
 
         def pass_s(nodes: int, fed: int = batch_tokens) -> float:
             return self.costs.seconds(fed + nodes, count) + self._other_s
+
+        if asked == weighed.asked and weighed.left > 0:
+            weighed.left -= 1
+            for seq, request in zip(seqs, requests, strict=True):
+                seq.source, request.steps = request.source, request.steps + 1
+        else:
+            weighed = self._weighed = _Weighed(asked, *self._weigh(seqs, requests, batch_tokens, pass_s))
+        budgets = list(weighed.budgets)
+        self._probe(
+            requests,
+            weighed.gains,
+            budgets,
+            lambda nodes, deepest: pass_s(nodes) + self._draft_s(deepest, count),
+        )
+        return budgets
+
+    def _weigh(
+        self,
+        seqs: Seq[Sequence],
+        requests: Seq[Request],
+        batch_tokens: int,
+        pass_s: Callable[..., float],
+    ) -> tuple[list[list[float]], list[int]]:
+        """Choose sources; return the gains of each sequence's nodes, and the best budgets."""
+        count = len(seqs)
 
         def alone_s(nodes: int) -> float:
             return pass_s(nodes, count)
@@ -91,8 +130,7 @@ class AcceptanceBudget:
         budgets, rate = best_budgets(gains, drafted_by, alone_s, draft_s)
         if batch_tokens > count:  # a prompt's time is spent anyway: a node must be worth its own
             budgets, _ = best_budgets(gains, drafted_by, pass_s, draft_s, rate)
-        self._probe(requests, gains, budgets, lambda nodes, deepest: pass_s(nodes) + draft_s(deepest))
-        return budgets
+        return gains, budgets
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Count what was judged and accepted, and time the pass and the draft."""
@@ -104,6 +142,7 @@ class AcceptanceBudget:
             if drafted and source is not None:
                 levels = max(depths(output.parents))
                 self._of(source).learn(request, drafted, levels, output.path)
+                self._lessons += 1
                 levels_of[source.method] = max(levels, levels_of.get(source.method, 0))
                 nodes, drafting, probing = nodes + drafted, drafting + 1, probing + request.probing
                 steady &= request.idle == 0 and output.stats.steps > 1  # else the draft also caught up
