@@ -284,3 +284,33 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     monkeypatch.setattr(cost, "_KEPT_S", 0.0)
     (tmp_path / "file").write_text("")
     assert pass_costs(ContextTarget(max_len=40), "toy", where=tmp_path / "file").seconds(1) > 0
+
+
+def test_what_was_weighed_holds_while_the_same_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For 16 steps; not once something was learnt, another request is there or another source drafts."""
+    weighed: list[int] = []
+    weigh = AcceptanceBudget._weigh
+
+    def noted(self: AcceptanceBudget, seqs: list[Sequence], *rest: object) -> object:
+        weighed.append(len(seqs))
+        return weigh(self, seqs, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(AcceptanceBudget, "_weigh", noted)
+    controller = AcceptanceBudget(Source(8, prior=0.001), costs=passes())
+    first, second, other = sequence("first"), sequence("second"), Source(8, prior=0.001, grade=1)
+
+    def step(*seqs: Sequence, drafted: tuple[int, ...] = ()) -> int:
+        before = len(weighed)
+        assert controller.budgets(list(seqs), len(seqs)) == [0] * len(seqs)
+        outputs = [
+            StepOutput(s.request_id, [], "", None, "", None, SpecStats(steps=2), drafted, ()) for s in seqs
+        ]
+        controller.observe(outputs, StepTimes(0.0, 1e-4, 0.0, len(seqs)))
+        return len(weighed) - before
+
+    assert [step(first) for _ in range(20)] == [1] + [0] * 16 + [1, 0, 0]
+    assert [step(first, second), step(first, second), step(first)] == [1, 0, 1]
+    first.sources = (other,)
+    assert [step(first), step(first)] == [1, 0]
+    assert first.source == other
+    assert [step(first, drafted=(-1,)), step(first), step(first)] == [0, 1, 0]
