@@ -110,6 +110,24 @@ def test_angles_are_those_of_transformers(variant: str, tmp_path: Path) -> None:
         assert torch.equal(own.sin, wanted.sin)
 
 
+@pytest.mark.parametrize(
+    "damage", ["", "[1]", '"auto"', '"os:system"', '"transformers.gone:X"', '"transformers:X"']
+)
+def test_whatever_is_kept_a_tokenizer_loads(damage: str, tmp_path: Path, cache: Path) -> None:
+    """Nothing but a tokenizer of transformers is taken from the cache."""
+    tiny_tokenizers.byte_level().save_pretrained(tmp_path / "model")
+    wanted = load_tokenizer(tmp_path / "model").encode("a b c a")
+    (file,) = (cache / "tokenizers").iterdir()
+    file.write_text(damage)
+    assert load_tokenizer(tmp_path / "model").encode("a b c a") == wanted
+
+
+def test_a_directory_with_a_dead_link_has_no_key(tmp_path: Path) -> None:
+    """As an interrupted download may leave it."""
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
+    assert kept.model_key(tmp_path) is None
+
+
 def test_the_kept_tokenizer_is_the_same(tmp_path: Path) -> None:
     """AutoTokenizer chooses once; then its class loads by itself."""
     from transformers import AutoTokenizer

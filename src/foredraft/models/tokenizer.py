@@ -9,7 +9,7 @@ from typing import Any
 from foredraft.errors import ModelError
 from foredraft.zoo import kept
 
-_KEPT = "tokenizers"
+_KEPT, _LIBRARY = "tokenizers", "transformers."
 _ALIKE = ("vocab_size", "special_tokens_map", "chat_template", "padding_side", "model_max_length")
 
 
@@ -19,26 +19,40 @@ def load_tokenizer(path: Path) -> Any:
     AutoTokenizer reads the model's config first, for which transformers imports most of what models are made
     of. So the class that it takes is kept, if that makes the same tokenizer by itself.
     """
-    try:
-        name = kept.model_key(path)
-        known = kept.recall(_KEPT, name)
-        if isinstance(known, list):
-            module, kind = known
-            return getattr(import_module(module), kind).from_pretrained(path)
+    name = kept.model_key(path)
+    known = kept.recall(_KEPT, name)
+    kind = _class(known)
+    if kind is None:
         from transformers import AutoTokenizer
 
-        found = AutoTokenizer.from_pretrained(path)
+        kind = AutoTokenizer
+    try:
+        found = kind.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} has no tokenizer that can be loaded: {error}") from error
     if known is None:
-        kind = type(found)
-        kept.keep(_KEPT, name, [kind.__module__, kind.__name__] if _by_itself(found, path) else "auto")
+        kept.keep(_KEPT, name, _name(type(found)) if _by_itself(found, path) else "auto")
     return found
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}:{kind.__name__}"
+
+
+def _class(known: Any) -> Any:
+    """Return the class of transformers that a name stands for, or None."""
+    module, _, kind = str(known).partition(":")
+    if not module.startswith(_LIBRARY):
+        return None
+    try:
+        return getattr(import_module(module), kind)
+    except (ImportError, AttributeError):
+        return None
 
 
 def _by_itself(found: Any, path: Path) -> bool:
     """True if the class of a tokenizer makes one like it without AutoTokenizer."""
-    if not type(found).__module__.startswith("transformers."):
+    if not type(found).__module__.startswith(_LIBRARY):
         return False
     try:
         other = type(found).from_pretrained(path)

@@ -25,10 +25,13 @@ def key(facts: Iterable[object]) -> str:
 
 
 def model_key(path: Path, *facts: object) -> str | None:
-    """Return the same for facts of a model directory, as long as its files stay as they are; None for a small
-    one, of which nothing is kept: it loads at once.
+    """Return the same for facts of a model directory, as long as its files stay as they are; None for one
+    that cannot be read, and for a small one, of which nothing is kept: it loads at once.
     """
-    stats = [(file.name, file.stat()) for file in sorted(path.glob("*"))]
+    try:
+        stats = [(file.name, file.stat()) for file in sorted(path.glob("*"))]
+    except OSError:
+        return None
     if sum(stat.st_size for _, stat in stats) < LEAST_BYTES:
         return None
     return key([path.resolve(), *((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats), *facts])
