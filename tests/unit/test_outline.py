@@ -118,8 +118,10 @@ def test_whatever_is_kept_a_tokenizer_loads(damage: str, tmp_path: Path, cache: 
     tiny_tokenizers.byte_level().save_pretrained(tmp_path / "model")
     wanted = load_tokenizer(tmp_path / "model").encode("a b c a")
     (file,) = (cache / "tokenizers").iterdir()
+    whole = file.read_text()
     file.write_text(damage)
     assert load_tokenizer(tmp_path / "model").encode("a b c a") == wanted
+    assert file.read_text() == (damage if damage == '"auto"' else whole)
 
 
 def test_a_directory_with_a_dead_link_has_no_key(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from foredraft.errors import ModelError
 from foredraft.zoo import kept
 
-_KEPT, _LIBRARY = "tokenizers", "transformers."
+_KEPT, _LIBRARY, _AUTO = "tokenizers", "transformers.", "auto"
 _ALIKE = ("vocab_size", "special_tokens_map", "chat_template", "padding_side", "model_max_length")
 
 
@@ -21,17 +21,17 @@ def load_tokenizer(path: Path) -> Any:
     """
     name = kept.model_key(path)
     known = kept.recall(_KEPT, name)
-    kind = _class(known)
-    if kind is None:
+    own = _class(known)
+    try:
+        if own is not None:
+            return own.from_pretrained(path)
         from transformers import AutoTokenizer
 
-        kind = AutoTokenizer
-    try:
-        found = kind.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} has no tokenizer that can be loaded: {error}") from error
-    if known is None:
-        kept.keep(_KEPT, name, _name(type(found)) if _by_itself(found, path) else "auto")
+    if known != _AUTO:
+        kept.keep(_KEPT, name, _name(type(found)) if _by_itself(found, path) else _AUTO)
     return found
 
 
