@@ -77,7 +77,7 @@ def test_an_error_is_shown_and_an_answer_can_be_stopped(page: Page, server: Any)
     page.locator("#say").fill("the cat")
     page.locator("#say").press("Enter")
     expect(page.locator(".turn.assistant .token").first).to_be_attached(timeout=20_000)
-    page.locator("#stop").click()
+    page.locator("#stop").press("Enter")  # a click waits until the page, which grows, is at rest
     expect(page.locator("#send")).to_be_enabled()
     assert server.idle()
     page.locator("#reset").click()
