@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decode import load
+from decode import interval, load
 from rich.console import Console
 from rich.table import Table
 
@@ -70,7 +70,9 @@ class Arm:
             if self.engine == OWN
             else args.scripts.resolve() / f"peer_{self.engine}.py"
         )
-        more = ["--own", self.mode] if self.engine == OWN else ["--mode", self.mode, "--dtype", self.dtype]
+        more = ["--mode", self.mode, "--dtype", self.dtype]
+        if self.engine == OWN:
+            more = ["--own", self.mode, "--model", args.model]
         if self.engine == "llamacpp" and self.dtype != "q4_1":
             more += ["--model", str(HOME / f"smollm2-135m.{self.dtype}.gguf")]
         if self.draft_tokens:
@@ -111,7 +113,7 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--concurrency", type=int, default=1, help="requests that run together")
     cli.add_argument("--max-tokens", type=int, default=128)
     cli.add_argument("--temperature", type=float, default=0.0)
-    cli.add_argument("--model", default="smollm2-135m")
+    cli.add_argument("--model", default="smollm2-135m", help="of foredraft; the scripts know their own")
     cli.add_argument("--out", type=Path, default=Path("results/peers.jsonl"))
     cli.add_argument("--own", help=argparse.SUPPRESS)
     return cli.parse_args()
@@ -212,7 +214,7 @@ def speed(records: Sequence[dict[str, Any]]) -> float:
     return sum(r["output_tokens"] for r in records) / sum(r["total_s"] for r in records)
 
 
-def interval(records: Sequence[dict[str, Any]], arm: Arm, base: Arm, unit: str) -> tuple[float, float]:
+def bounds(records: Sequence[dict[str, Any]], arm: Arm, base: Arm, unit: str) -> tuple[float, float]:
     """Return the 95 % bootstrap interval of one arm's speed over another's, over prompts or rounds."""
     units = list(dict.fromkeys(r[unit] for r in records))
     sides = []
@@ -221,10 +223,7 @@ def interval(records: Sequence[dict[str, Any]], arm: Arm, base: Arm, unit: str) 
         sides.append(
             np.array([[sum(r[key] for r in some) for key in ("output_tokens", "total_s")] for some in mine])
         )
-    draws = np.random.default_rng(0).integers(len(units), size=(2000, len(units)))
-    (ours, ours_s), (theirs, theirs_s) = (side[draws].sum(axis=1).T for side in sides)
-    low, high = np.percentile(ours / ours_s * theirs_s / theirs, [2.5, 97.5])
-    return float(low), float(high)
+    return interval(*sides)
 
 
 def report(records: Sequence[dict[str, Any]], arms: Sequence[Arm]) -> None:
@@ -238,7 +237,7 @@ def report(records: Sequence[dict[str, Any]], arms: Sequence[Arm]) -> None:
             speed([r for r in mine if r["round"] == number]) for number in sorted({r["round"] for r in mine})
         ]
         ratio = speed(mine) / of(records, arms[0])
-        low, high = interval(records, arm, arms[0], unit) if arm != arms[0] else (math.nan, math.nan)
+        low, high = bounds(records, arm, arms[0], unit) if arm != arms[0] else (math.nan, math.nan)
         differ = sum(r["output_token_ids"] != plain[r["id"]] for r in mine if r["round"] == 0)
         table.add_row(
             arm.name,

@@ -136,12 +136,11 @@ def pass_costs(target: Target, name: str, *, where: Path | None = None) -> PassC
     """
     key = _key(target, name)
     before: dict[int, float] = {}
-    apart = float("inf")
     try:
-        known = kept.recall(_KEPT, key, where) or {}
-        before = {int(rows): float(seconds) for rows, seconds in known.get("seconds", {}).items()}
-        apart = float(known.get("seq_s", apart))
-    except (ValueError, TypeError, AttributeError):
+        known = kept.recall(_KEPT, key, where)
+        before = {int(rows): float(seconds) for rows, seconds in known["seconds"].items()}
+        apart = float(known["seq_s"])
+    except (ValueError, KeyError, TypeError, AttributeError):
         before, apart = {}, float("inf")
     begun = time.perf_counter()
     costs = measure(target, 1, _OFTEN) if before else measure(target)

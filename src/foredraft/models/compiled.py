@@ -69,7 +69,8 @@ class CompiledCausal(HFCausal):
         rows, outputs, layers = len(batch.token_ids), len(batch.logit_rows), len(self._layers)
         (hidden, inner, queries, keys, dim), vocab = self._shape, self._outputs
         x = self._embedded(batch.token_ids)
-        known = [angles.until(int(batch.positions.max())) for angles in self._angles]
+        last = int(batch.positions.max())
+        known = [angles.until(last) for angles in self._angles]
         wanted = [layer % (layers + 1) for layer in hidden_layers]
         states, copies = {layer: torch.empty_like(x) for layer in wanted}, np.zeros(layers + 1, np.int64)
         for layer, state in states.items():

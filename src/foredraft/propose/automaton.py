@@ -60,9 +60,7 @@ class SuffixAutomaton:
 
     def _count(self, token: int) -> None:
         """Count one more occurrence of every suffix of up to depth + 1 tokens."""
-        state, length = self._recent
-        if length <= self.length[self.link[state]] and state:
-            state = self.link[state]  # it was cloned since
+        state, length = self._end
         state, length = self._recent = self._cut(self.follow[state][token], length + 1, self.depth + 1)
         while state:
             self.count[state] += 1
@@ -96,10 +94,15 @@ class SuffixAutomaton:
     @property
     def newest(self) -> Place:
         """The place of the text's last `depth` tokens: what find(text) returns, at once."""
+        return self._cut(*self._end, self.depth)
+
+    @property
+    def _end(self) -> Place:
+        """The place of the last depth + 1 tokens as it is now: its state may have been cloned since."""
         state, length = self._recent
         if length <= self.length[self.link[state]] and state:
-            state = self.link[state]  # it was cloned since
-        return self._cut(state, length, self.depth)
+            state = self.link[state]
+        return state, length
 
     def find(self, tokens: Seq[int]) -> Place:
         """Return the place of the longest suffix of `tokens`, of up to `depth`, that occurs."""

@@ -99,22 +99,26 @@ class SuffixProposer:
         )
         return (_SOURCES[int(chance * _GRADES)],) if chance >= _LEAST else ()
 
-    def _known(self, seq: Sequence) -> list[tuple[SuffixAutomaton, Place]]:
-        """Return the automaton of the request's text, brought up to date, and those of earlier answers, each
-        with where the text's end is in it.
-        """
+    def _own(self, seq: Sequence) -> SuffixAutomaton:
+        """Return the automaton of the request's text, brought up to date."""
         if seq.request_id not in self._states:
             self._states[seq.request_id] = _State(seq, SuffixAutomaton(DEPTH))
         own = self._states[seq.request_id].known
         own.extend(seq.tokens[len(own) :])
-        others = self._memory.halves if self._memory is not None else []
+        return own
+
+    def _known(self, seq: Sequence) -> list[tuple[SuffixAutomaton, Place]]:
+        """Return the automaton of the request's text and those of earlier answers, each with where the text's
+        end is in it.
+        """
+        own, others = self._own(seq), self._memory.halves if self._memory is not None else []
         return [(own, own.newest), *((other, other.find(seq.tokens)) for other in others)]
 
     def _one(self, seq: Sequence, budget: int) -> Draft:
-        known = self._known(seq)
         if min(budget, seq.levels_left) <= 0:
+            self._own(seq)
             return NO_DRAFT
-        found = [grow(source, place, budget, seq.levels_left) for source, place in known]
+        found = [grow(source, place, budget, seq.levels_left) for source, place in self._known(seq)]
         best = max(found, key=lambda growth: growth.expected)
         return Draft(torch.tensor(best.tokens), tuple(best.parents)) if best.tokens else NO_DRAFT
 
