@@ -13,7 +13,9 @@ import pytest
 from fakes import ContextTarget
 from foredraft.control import AcceptanceBudget, FixedBudget, PassCosts, cost, pass_costs
 from foredraft.control.acceptance import Acceptance, Request
-from foredraft.control.budgets import best_budgets
+from foredraft.control.cost import DraftTimes
+from foredraft.control.promises import Ledger, Promise, Turnover
+from foredraft.control.worth import best_budgets
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.sampling import Noise
@@ -152,6 +154,19 @@ def test_the_better_source_drafts(load: int) -> None:
         assert gain > 1.2 * alone
 
 
+@pytest.mark.parametrize("load", [4, 8, 16, 32])
+@pytest.mark.parametrize("level_s", [0.0, 0.001])
+def test_the_last_of_a_batch_does_not_wait_for_the_drafts_of_others(load: int, level_s: float) -> None:
+    """Of answers of one length, all begun at once, only every other can be drafted well."""
+    controller = AcceptanceBudget(Source(8), costs=passes())
+    clockwork = Clockwork(controller, lambda n, p: 0.0 if n[-1] in "13579" else 0.8, level_s=level_s)
+    plain_s = 0.0
+    for turn in range(6):
+        clockwork.run(load, 128, f"{turn}-")
+        plain_s += 128 * (clockwork.costs.seconds(load, load) + 0.0003)
+    assert plain_s / clockwork.taken_s > 0.97
+
+
 def test_a_slow_draft_is_used_less() -> None:
     used = []
     for level_s in (0.0, 0.004):
@@ -177,14 +192,113 @@ def test_best_budgets_are_the_best() -> None:
         emitted = 3 + sum(sum(some[:budget]) for some, budget in zip(gains, budgets, strict=True))
         return emitted / (pass_s(sum(budgets)) + draft_s({source: max(budgets)}))
 
-    found, rate = best_budgets(gains, [source] * 3, pass_s, draft_s)
+    told = gains, [source] * 3, draft_s, [0.0] * 3
+    found, rate = best_budgets(*told, pass_s)
     assert rate == pytest.approx(speed(tuple(found)))
     assert speed(tuple(found)) == pytest.approx(max(map(speed, product(range(5), repeat=3))), rel=0.01)
-    assert best_budgets(gains, [source] * 3, lambda nodes: 1 + nodes, draft_s)[0] == [0, 0, 0]
-    assert best_budgets([], [], pass_s, draft_s)[0] == []
+    assert best_budgets(*told, lambda nodes: 1 + nodes)[0] == [0, 0, 0]
+    assert best_budgets([], [], draft_s, [], pass_s)[0] == []
     # Beside a prompt that takes as long as a hundred steps a node must be worth no less.
-    beside, _ = best_budgets(gains, [source] * 3, lambda nodes: 100 + pass_s(nodes), draft_s, rate)
+    beside, _ = best_budgets(*told, lambda nodes: 100 + pass_s(nodes), rate=rate)
     assert sum(beside) <= sum(found)
+
+
+def test_nobody_loses_more_for_others_than_the_slack_allows() -> None:
+    """What the second loses by drafts of the first: their time, and rows that are likely rejected."""
+    gains, source = [[0.9, 0.8, 0.7], [0.0]], Source(3)
+    told = (
+        gains,
+        [source, source],
+        lambda deepest: 0.1 if deepest else 0.0,
+        [0.0, 0.0],
+        lambda nodes: 1 + 0.1 * nodes,
+    )
+    for slacks, budgets in (
+        (None, [3, 0]),
+        ([0.0, 0.17], [3, 0]),  # 0.1 and 0.6 of a row
+        ([0.0, 0.14], [2, 0]),
+        ([0.0, 0.115], [1, 0]),
+        ([9.0, 0.1], [0, 0]),
+    ):
+        assert best_budgets(*told, slacks=slacks)[0] == budgets
+    # One that gains by its own drafts may lose by all.
+    assert best_budgets([[0.9], [0.9]], *told[1:], slacks=[0.0, 0.0])[0] == [1, 1]
+
+
+def test_what_must_be_read_first_counts() -> None:
+    gains, source = [[0.9], [0.9]], Source(1)
+    told = gains, [source, source], lambda deepest: 0.0
+    assert best_budgets(*told, [0.0, 0.0], lambda nodes: 1 + 0.1 * nodes)[0] == [1, 1]
+    assert best_budgets(*told, [0.0, 0.5], lambda nodes: 1 + 0.1 * nodes)[0] == [1, 0]
+
+
+def test_trust_falls_where_promises_are_not_kept() -> None:
+    """Half as many more tokens are promised, none are given; then plain steps forgive."""
+    ledger = Ledger()
+    assert ledger.trust == 1
+    for _ in range(100):
+        ledger.observe(Promise(1.5, 1.1, plain_s=0.01), tokens=1.0, seconds=0.011)
+        ledger.observe(Promise(1.0, 1.0, plain_s=0.01), tokens=1.0, seconds=0.01)
+    assert ledger.trust == pytest.approx(1 / 1.5, abs=0.05)
+    for _ in range(3000):
+        ledger.observe(Promise(1.0, 1.0, plain_s=0.01), tokens=1.0, seconds=0.01)
+    assert ledger.trust > 0.95
+    for _ in range(200):  # a whole machine that is slow breaks no promise
+        ledger.observe(Promise(1.5, 1.1, plain_s=0.01), tokens=1.5, seconds=0.022)
+        ledger.observe(Promise(1.0, 1.0, plain_s=0.01), tokens=1.0, seconds=0.02)
+    assert ledger.trust > 0.97
+
+
+def test_where_asking_does_not_pay_few_steps_ask() -> None:
+    """Asking takes a twentieth of a step; then, what is asked for doubles the tokens."""
+    ledger = Ledger()
+
+    def steps(count: int, tokens: float, seconds: float) -> int:
+        asked = 0
+        for _ in range(count):
+            if ledger.rests(1.02, every=8):
+                ledger.observe(Promise(1, 1, 0.01, asked=False), 1.0, 0.01)
+            else:
+                asked += 1
+                ledger.observe(Promise(tokens, 1.05, 0.01), tokens, seconds)
+        return asked
+
+    steps(200, 1.0, 0.0105)
+    assert steps(160, 1.0, 0.0105) == 20
+    steps(200, 2.0, 0.0105)
+    assert steps(160, 2.0, 0.0105) == 160
+
+
+def test_places_that_are_taken_again() -> None:
+    """By others while some still run; not by a new batch, or much later."""
+    turnover = Turnover()
+    for _ in range(12):
+        turnover.left()
+        turnover.step()
+        turnover.joined(alone=False)
+    assert turnover.steady
+    for _ in range(12):
+        turnover.left()
+        for _ in range(20):
+            turnover.step()
+        turnover.joined(alone=False)
+    assert not turnover.steady
+    for _ in range(12):
+        turnover.left()
+        turnover.joined(alone=True)
+    assert not turnover.steady
+
+
+def test_reading_a_text_late_is_told_from_drafting() -> None:
+    times = DraftTimes()
+    times.observe("head", 1, 2, 0.009, unread=100)  # nothing to tell it from yet
+    assert times.reading_s("head", 100) == 0
+    for _ in range(100):
+        times.observe("head", 1, 2, 0.002, unread=0)
+        times.observe("head", 1, 2, 0.005, unread=100)
+    assert times.seconds("head", 1, 2) == pytest.approx(0.002, rel=0.05)
+    assert times.reading_s("head", 100) == pytest.approx(0.003, rel=0.05)
+    assert times.seconds("head", 8, 2) == times.seconds("head", 1, 2)
 
 
 def test_trees_are_judged_by_their_nodes() -> None:
@@ -240,6 +354,11 @@ def test_pass_costs_are_lines_between_points() -> None:
     assert costs.seconds(3) == pytest.approx(1.2)
     assert costs.seconds(16) == pytest.approx(2.8)
     assert costs.seconds(4, 3) == pytest.approx(2.1)
+
+
+def test_rows_could_be_fed_in_several_passes() -> None:
+    """A pass of many rows that was timed while the machine was busy is not believed."""
+    assert PassCosts({1: 1.0, 8: 2.0, 32: 9.0, 40: 9.5}).points == [1.0, 2.0, 8.0, 9.5]
 
 
 def test_pass_costs_follow_what_passes_take() -> None:

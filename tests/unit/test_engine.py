@@ -231,14 +231,18 @@ def test_budget_per_request_overrides_the_controller() -> None:
 
 
 class Asked:
-    """A controller that notes in which of the engine's steps it was asked."""
+    """A controller that rests in most steps, and notes in which it was asked."""
 
     def __init__(self) -> None:
-        self.step, self.asked, self.budget = 0, list[int](), 0
+        self.step, self.asked, self.offered = 0, list[int](), list[tuple[int, int]]()
+
+    def rests(self, count: int, batch_tokens: int) -> bool:
+        self.offered.append((count, batch_tokens))
+        return self.step % 4 != 0
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
         self.asked.append(self.step)
-        return [self.budget] * len(seqs)
+        return [3] * len(seqs)
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         self.step += 1
@@ -246,36 +250,23 @@ class Asked:
     def forget(self, request_id: str) -> None: ...
 
 
-def test_after_many_steps_without_a_draft_every_fourth_asks_for_one() -> None:
-    """Until drafts are worth it again; one now and then, as a probe is, changes nothing."""
+def test_a_controller_that_rests_is_not_asked() -> None:
+    """Texts are the same; a request with a budget of its own is asked for all the same."""
     target, controller = ContextTarget(7), Asked()
     engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
-    for first in range(4):
-        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=400, ignore_eos=True))
-    for _ in range(80):
-        engine.step()
-    assert controller.asked[:50] == list(range(50))
-    assert controller.asked[-6:] == [59, 63, 67, 71, 75, 79]
-    controller.budget = 3
-    for _ in range(4):
-        engine.step()
-    controller.budget = 0
-    for _ in range(8):
-        engine.step()
-    assert controller.asked[-3:] == [83, 87, 91]
-    controller.budget = 3
-    for _ in range(20):
-        engine.step()
-    assert controller.asked[-10:] == list(range(102, 112))
-
-
-def test_one_request_is_always_asked() -> None:
-    """A lookup that comes up is not missed where asking takes next to nothing."""
-    target, controller = ContextTarget(7), Asked()
-    engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
-    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=60, ignore_eos=True))
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    ids = [engine.add([first, 2], params) for first in range(2)]
+    found = run(engine)
+    assert [tokens(found[request]) for request in ids] == [
+        plain_greedy(target, [first, 2], 20) for first in range(2)
+    ]
+    assert controller.asked == list(range(0, controller.step, 4))
+    assert controller.offered[:2] == [(2, 4), (2, 2)]
+    controller.asked.clear()
+    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, budget=0))
+    first = controller.step
     run(engine)
-    assert controller.asked == list(range(60))
+    assert controller.asked == list(range(first, controller.step))
 
 
 class Never(AcceptanceBudget):

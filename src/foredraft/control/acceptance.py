@@ -78,7 +78,8 @@ class Counts:
 class Request:
     """What is known of one request: counts by source, the source of its newest draft, its steps and those at
     which each method was last chosen, the steps since it last drafted, and whether it is being probed. known:
-    gains by source, and of how many lessons over all requests and of its own.
+    gains by source, and of how many lessons over all requests and of its own. slack: plain steps that it may
+    still lose for the sake of others. length: of its text; read: what each method has read of it.
     """
 
     counts: dict[Source, Counts] = field(default_factory=dict)
@@ -87,6 +88,9 @@ class Request:
     chosen: dict[str, int] = field(default_factory=dict)
     idle: int = 0
     probing: bool = False
+    slack: float = 0.5
+    length: int = 0
+    read: dict[str, int] = field(default_factory=dict)
     lessons: int = 0
     known: dict[Source, tuple[int, int, list[float]]] = field(default_factory=dict)
 

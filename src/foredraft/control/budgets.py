@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 
 from foredraft.control.acceptance import Acceptance, Request
-from foredraft.control.cost import DraftCosts, PassCosts
+from foredraft.control.cost import DraftTimes, PassCosts
+from foredraft.control.promises import Ledger, Promise, Turnover
+from foredraft.control.worth import WORTHWHILE, Deepest, best_budgets, deepest_of
 from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.tree import depths
 from foredraft.types import Source, StepOutput
 
-Deepest = Mapping[Source, int]  # of each source that drafts, the most nodes of a sequence
-
-_WORTHWHILE = 1.01  # of plain decoding: what a draft must promise
 _LEAST = 0.01  # chance that a node is accepted, under which none is weighed
-_PROBES = 0.007  # share of the time that may go into drafts that do not promise that
+_PROBES, _FEW = (
+    0.007,
+    4,
+)  # share of the time for drafts that promise nothing; less for more than so many sequences
 _PROBE = 2  # nodes of such a draft
 _UNTRIED = 32  # steps after which a method is tried again although another promises more
 _LEARN = 0.1  # weight of the newest step in times
+_FOR = 16  # steps for the sake of which a method reads what it has not read of a text
+_PAYS, _PAYS_ALL = 1.02, 1.1  # gain of asking that is enough; the same while a request is behind
+_ASK = 8  # one step of about so many asks where it does not pay
+_SHARE, _DEBT = 0.01, 2.0  # plain steps that a request may lose by a step for others; most that it owes
 _AGAIN = 16  # steps for which what was weighed holds, if nothing was learnt and the same is asked
 
 
@@ -53,13 +59,27 @@ class _Weighed:
     left: int = _AGAIN
 
 
+@dataclass(slots=True)
+class _Alike:
+    """Seconds of steps in which `count` sequences draft 0, 1, 2 … nodes each, by source; for how many more
+    weighings these hold.
+    """
+
+    count: int = 0
+    seconds: dict[Source, list[float]] = field(default_factory=dict)
+    left: int = _AGAIN
+
+
 class AcceptanceBudget:
     """Give each step the sources and budgets with the most expected tokens per second, all sequences
     together.
 
     A node adds the chance that it is accepted (Acceptance) and takes what one more row adds to the target's
     pass (PassCosts), and a level what it adds to the draft, which is measured while running. Sequences that
-    draft nothing are probed with a small draft now and then; probes take less than 1 % of the time.
+    draft nothing are probed with a small draft now and then; probes take less than 1 % of the time. Three
+    things keep all of that from making anything slower: a Ledger of what drafts gave of what they promised,
+    rests where asking does not pay, and, unless places of requests are soon taken by others (Turnover), an
+    account of what each request has won by its own drafts and lost by everybody's.
 
     source: how a proposer drafts that does not tell.
     """
@@ -69,15 +89,32 @@ class AcceptanceBudget:
         self.costs = PassCosts.guess() if costs is None else costs
         self._acceptances: dict[Source, Acceptance] = {}
         self._requests: dict[str, Request] = {}
-        self._drafts: dict[str, dict[int, DraftCosts]] = {}  # of a method, by sequences.bit_length()
+        self._draft_times = DraftTimes()
         self._other_s = 0.0
         self._allowance_s = 0.0  # what probes may take now
         self._lessons = 0  # drafts judged so far
+        self._ledgers: dict[int, Ledger] = {}  # by sequences.bit_length()
+        self._turnover = Turnover()
+        self._promise: Promise | None = None  # of the step that runs now, if it can teach
         self._weighed = _Weighed()
+        self._alike = _Alike()
+
+    def rests(self, count: int, batch_tokens: int) -> bool:
+        """True if a step should go without drafts, and without asking about them, which takes time."""
+        steady = self._turnover.steady
+        behind = not steady and any(request.slack < 0 for request in self._requests.values())
+        every = _ASK if steady else min(2 * _ASK, max(_ASK // 2, 2 * count))
+        rests = self._ledger(count).rests(_PAYS_ALL if behind else _PAYS, every)
+        if rests and batch_tokens == count:
+            plain_s = self.costs.seconds(count, count) + self._other_s
+            self._promise = Promise(1, 1, plain_s, asked=False)
+        return rests
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
         """Choose for each sequence a source, and return how many nodes it may draft."""
-        requests = [self._requests.setdefault(seq.request_id, Request()) for seq in seqs]
+        requests = [self._request(seq.request_id) for seq in seqs]
+        for seq, request in zip(seqs, requests, strict=True):
+            request.length = len(seq.tokens)
         count, weighed = len(seqs), self._weighed
         asked = (batch_tokens, self._lessons, *((seq.request_id, seq.sources) for seq in seqs))
 
@@ -91,12 +128,18 @@ class AcceptanceBudget:
         else:
             weighed = self._weighed = _Weighed(asked, *self._weigh(seqs, requests, batch_tokens, pass_s))
         budgets = list(weighed.budgets)
-        self._probe(
-            requests,
-            weighed.gains,
-            budgets,
-            lambda nodes, deepest: pass_s(nodes) + self._draft_s(deepest, count),
-        )
+
+        def step_s(nodes: int, deepest: Deepest) -> float:
+            return pass_s(nodes) + self._draft_s(deepest, count)
+
+        probing = self._probe(requests, weighed.gains, budgets, step_s)
+        chosen = all(seq.params.budget == "auto" for seq in seqs)
+        self._promise = None
+        if chosen and not probing and batch_tokens == count:
+            tokens = 1 + sum(sum(some[:n]) for some, n in zip(weighed.gains, budgets, strict=True)) / count
+            plain_s = pass_s(0)
+            seconds = step_s(sum(budgets), deepest_of(requests, budgets)) if tokens > 1 else plain_s
+            self._promise = Promise(tokens, seconds / plain_s, plain_s)
         return budgets
 
     def _weigh(
@@ -115,11 +158,13 @@ class AcceptanceBudget:
         def draft_s(deepest: Deepest) -> float:
             return self._draft_s(deepest, count)
 
-        known: dict[Source, list[float]] = {}
+        if count != self._alike.count or self._alike.left == 0:
+            self._alike = _Alike(count)
+        self._alike.left -= 1
 
         def alike_s(source: Source, most: int) -> list[float]:
             """A step's times if all draft 0, 1, 2 … `most` nodes of a source, and maybe more."""
-            times = known.setdefault(source, [])
+            times = self._alike.seconds.setdefault(source, [])
             for size in range(len(times), most + 1):
                 times.append(alone_s(size * count) + draft_s({source: size}))
             return times
@@ -127,17 +172,24 @@ class AcceptanceBudget:
         pairs = zip(seqs, requests, strict=True)
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
         drafted_by = [request.source for request in requests]
-        budgets, rate = best_budgets(gains, drafted_by, alone_s, draft_s)
+        least = WORTHWHILE / self._ledger(count).trust
+        slacks = None if self._turnover.steady else [max(request.slack, 0.0) for request in requests]
+        begin_s = [
+            self._unread_s(request) / max(1, min(_FOR, seq.levels_left))
+            for seq, request in zip(seqs, requests, strict=True)
+        ]
+        told = gains, drafted_by, draft_s, begin_s
+        budgets, rate = best_budgets(*told, alone_s, least=least, slacks=slacks)
         if batch_tokens > count:  # a prompt's time is spent anyway: a node must be worth its own
-            budgets, _ = best_budgets(gains, drafted_by, pass_s, draft_s, rate)
+            budgets, _ = best_budgets(*told, pass_s, rate=rate)
         return gains, budgets
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Count what was judged and accepted, and time the pass and the draft."""
         levels_of: dict[str, int] = {}  # by method
-        nodes, drafting, probing, steady = 0, 0, 0, True
+        nodes, drafting, probing, steady, unread = 0, 0, 0, True, 0
         for output in outputs:
-            request = self._requests.setdefault(output.request_id, Request())
+            request = self._request(output.request_id)
             drafted, source = len(output.parents), request.source
             if drafted and source is not None:
                 levels = max(depths(output.parents))
@@ -145,20 +197,50 @@ class AcceptanceBudget:
                 self._lessons += 1
                 levels_of[source.method] = max(levels, levels_of.get(source.method, 0))
                 nodes, drafting, probing = nodes + drafted, drafting + 1, probing + request.probing
+                unread += request.length - request.read.get(source.method, 0)
+                request.read[source.method] = request.length
                 steady &= request.idle == 0 and output.stats.steps > 1  # else the draft also caught up
             request.idle = 0 if drafted else request.idle + 1
-        count = max(len(outputs), 1)
+        count, accepted = max(len(outputs), 1), sum(len(output.path) for output in outputs)
+        nodes_s, rejected = 0.0, 0.0
+        if nodes:
+            nodes_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)
+            rejected = 1 - accepted / nodes
+        self._share_out(outputs, times.draft_s + rejected * nodes_s)
         if probing:
-            extra_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)
-            self._allowance_s -= (times.draft_s + extra_s) * probing / drafting
+            self._allowance_s -= (times.draft_s + nodes_s) * probing / drafting
+        if self._promise is not None:
+            tokens = 1 + accepted / count
+            seconds = times.draft_s + times.target_s + times.other_s
+            self._ledger(count).observe(self._promise, tokens, seconds)
+            self._promise = None
+        self._turnover.step()
         self._time(times, count)
         if len(levels_of) == 1:
             ((method, deepest),) = levels_of.items()
-            self._time_draft(method, count, deepest, times.draft_s, steady)
+            self._draft_times.observe(method, count, deepest, times.draft_s, 0 if steady else unread)
+
+    def _share_out(self, outputs: Seq[StepOutput], lost_s: float) -> None:
+        """Keep account of what each request has won by its drafts, and lost by everybody's."""
+        count = len(outputs)
+        lost = lost_s / (self.costs.seconds(count, count) + self._other_s)
+        for output in outputs:
+            request = self._requests[output.request_id]
+            request.slack = max(-_DEBT, request.slack + _SHARE + len(output.path) - lost)
 
     def forget(self, request_id: str) -> None:
         """Drop what was learnt of a request."""
-        self._requests.pop(request_id, None)
+        if self._requests.pop(request_id, None) is not None:
+            self._turnover.left()
+
+    def _request(self, request_id: str) -> Request:
+        if request_id not in self._requests:
+            self._turnover.joined(alone=not self._requests)
+            self._requests[request_id] = Request()
+        return self._requests[request_id]
+
+    def _ledger(self, count: int) -> Ledger:
+        return self._ledgers.setdefault(count.bit_length(), Ledger())
 
     def _of(self, source: Source) -> Acceptance:
         if source not in self._acceptances:
@@ -193,16 +275,21 @@ class AcceptanceBudget:
             request.chosen[request.source.method] = request.steps
         return best
 
+    def _unread_s(self, request: Request) -> float:
+        """Seconds of reading what its source's method has not read of a text yet."""
+        method = "" if request.source is None else request.source.method
+        return self._draft_times.reading_s(method, request.length - request.read.get(method, 0))
+
     def _draft_s(self, deepest: Deepest, count: int) -> float:
         """Seconds of drafts of so many nodes, by source: those of one method are made together."""
         if len(deepest) == 1:  # nearly always
             ((source, nodes),) = deepest.items()
-            return self._method_s(source.method, count, self._of(source).levels_of(nodes))
+            return self._draft_times.seconds(source.method, count, self._of(source).levels_of(nodes))
         levels: dict[str, float] = {}
         for source, nodes in deepest.items():
             its = self._of(source).levels_of(nodes)
             levels[source.method] = max(its, levels.get(source.method, 0.0))
-        return sum(self._method_s(method, count, its) for method, its in levels.items())
+        return sum(self._draft_times.seconds(method, count, its) for method, its in levels.items())
 
     def _time(self, times: StepTimes, count: int) -> None:
         if not self.costs.known:
@@ -210,22 +297,8 @@ class AcceptanceBudget:
         if times.rows <= self.costs.rows[-1]:  # a long prompt says little of few rows
             self.costs.observe(times.rows, count, times.target_s)
         self._other_s += _LEARN * (times.other_s - self._other_s)
-        self._allowance_s += _PROBES * (times.draft_s + times.target_s + times.other_s)
-
-    def _time_draft(self, method: str, count: int, levels: int, seconds: float, steady: bool) -> None:
-        known, size = self._drafts.setdefault(method, {}), count.bit_length()
-        if size not in known and steady:
-            known[size] = DraftCosts(levels, seconds)
-        elif size in known and (steady or seconds < known[size].seconds(levels)):
-            known[size].observe(levels, seconds)
-
-    def _method_s(self, method: str, count: int, levels: float) -> float:
-        """Seconds of drafts of so many levels for so many sequences."""
-        known = self._drafts.get(method)
-        if not known or not levels:
-            return 0.0
-        size = count.bit_length()
-        return known[min(known, key=lambda other: abs(other - size))].seconds(levels)
+        probes = _PROBES * min(1.0, _FEW / count)
+        self._allowance_s += probes * (times.draft_s + times.target_s + times.other_s)
 
     def _probe(
         self,
@@ -233,18 +306,18 @@ class AcceptanceBudget:
         gains: Seq[Seq[float]],
         budgets: list[int],
         seconds: Callable[[int, Deepest], float],
-    ) -> None:
-        """Let those that were idle longest draft a little, as far as the allowance goes."""
+    ) -> bool:
+        """Let those that were idle longest draft a little, as far as the allowance goes; True if any does."""
         for request in requests:
             request.probing = False
-        nodes, left_s, deepest = sum(budgets), self._allowance_s, _deepest(requests, budgets)
+        nodes, left_s, deepest = sum(budgets), self._allowance_s, deepest_of(requests, budgets)
         most_s = 0.0
         for seq in sorted(range(len(requests)), key=lambda seq: -requests[seq].idle):
             source = requests[seq].source
             if budgets[seq] or not gains[seq] or not requests[seq].idle or source is None:
                 continue
             deeper = {**deepest, source: max(_PROBE, deepest.get(source, 0))}
-            cost_s = seconds(nodes + _PROBE, deeper) - seconds(nodes, deepest)
+            cost_s = seconds(nodes + _PROBE, deeper) - seconds(nodes, deepest) + self._unread_s(requests[seq])
             most_s = max(most_s, cost_s)
             if cost_s > left_s:
                 break
@@ -253,58 +326,4 @@ class AcceptanceBudget:
             nodes, deepest, left_s = nodes + _PROBE, deeper, left_s - cost_s
         if most_s:
             self._allowance_s = min(self._allowance_s, 2 * most_s)  # what was saved up long ago is gone
-
-
-def _deepest(requests: Seq[Request], budgets: Seq[int]) -> dict[Source, int]:
-    found: dict[Source, int] = {}
-    for request, budget in zip(requests, budgets, strict=True):
-        if budget and request.source is not None:
-            found[request.source] = max(budget, found.get(request.source, 0))
-    return found
-
-
-def best_budgets(
-    gains: Seq[Seq[float]],
-    sources: Seq[Source | None],
-    pass_s: Callable[[int], float],
-    draft_s: Callable[[Deepest], float],
-    rate: float | None = None,
-) -> tuple[list[int], float]:
-    """Return how many nodes each sequence drafts for the most expected tokens per second, and how many these
-    are; with a `rate` of tokens per second, for the most tokens less what the step's time is worth at it.
-
-    gains[seq][n]: what node n of a sequence adds to its tokens, never growing with n; without any node each
-    sequence emits one. sources[seq]: what drafts them, None where nothing can. pass_s: seconds of a step
-    with so many nodes in all, without the draft; draft_s: of drafts of at most deepest[source] nodes a
-    sequence. All budgets are 0 where the best promises less than 1 % more than that.
-    """
-    budgets = [0] * len(gains)
-    if not gains:
-        return budgets, 0.0
-    order = sorted((-gain, node, seq) for seq, some in enumerate(gains) for node, gain in enumerate(some))
-    emitted, drafting_s = float(len(gains)), 0.0
-    deepest: dict[Source, int] = {}
-    plain_s = pass_s(0)
-    most, best = _WORTHWHILE * _worth(emitted, plain_s, plain_s, rate), 0
-    left = -sum(loss for loss, _, _ in order)
-    seconds = plain_s
-    for taken, (loss, node, seq) in enumerate(order, start=1):
-        if _worth(emitted + left, seconds, plain_s, rate) <= most:
-            break  # even if all that is left took no time
-        source = sources[seq]
-        assert source is not None
-        emitted, left = emitted - loss, left + loss
-        if node >= deepest.get(source, 0):
-            deepest[source] = node + 1
-            drafting_s = draft_s(deepest)
-        seconds = pass_s(taken) + drafting_s
-        worth = _worth(emitted, seconds, plain_s, rate)
-        if worth > most:
-            most, best = worth, taken
-    for _, _, seq in order[:best]:
-        budgets[seq] += 1
-    return budgets, most
-
-
-def _worth(emitted: float, seconds: float, plain_s: float, rate: float | None) -> float:
-    return emitted / seconds if rate is None else emitted - rate * (seconds - plain_s)
+        return any(request.probing for request in requests)

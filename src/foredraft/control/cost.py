@@ -10,6 +10,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from math import inf
 from pathlib import Path
 
 import torch
@@ -47,6 +48,9 @@ class PassCosts:
         self.points = [seconds[rows] for rows in self.rows]
         self.seq_s = seq_s
         self.drift = 1.0
+        for more, rows in enumerate(self.rows):  # rows could be fed in several passes
+            whole = (-(-rows // fewer) * s for fewer, s in zip(self.rows[:more], self.points, strict=False))
+            self.points[more] = min(self.points[more], *whole, inf)
         level(self.points)
 
     @classmethod
@@ -105,6 +109,39 @@ class DraftCosts:
         self._seconds += _LEARN * longer
         self._spread = (1 - _LEARN) * (self._spread + _LEARN * more * more)
         self._together = (1 - _LEARN) * (self._together + _LEARN * more * longer)
+
+
+class DraftTimes:
+    """What drafts of each method take, and reading a text for them."""
+
+    def __init__(self) -> None:
+        self._costs: dict[str, dict[int, DraftCosts]] = {}  # of a method, by sequences.bit_length()
+        self._reading_s: dict[str, float] = {}  # of a method, by token
+
+    def seconds(self, method: str, count: int, levels: float) -> float:
+        """Return what drafts of so many levels for so many sequences take, by the nearest known load."""
+        known = self._costs.get(method)
+        if not known or not levels:
+            return 0.0
+        size = count.bit_length()
+        return known[min(known, key=lambda other: abs(other - size))].seconds(levels)
+
+    def reading_s(self, method: str, tokens: int) -> float:
+        """Return what reading so many tokens takes beside that."""
+        return tokens * self._reading_s.get(method, 0.0)
+
+    def observe(self, method: str, count: int, levels: int, seconds: float, unread: int) -> None:
+        """Learn from one step's drafts. unread: tokens read for them, 0 if only those of the step before."""
+        known, size = self._costs.setdefault(method, {}), count.bit_length()
+        usual_s = self.seconds(method, count, levels)
+        if unread and usual_s:
+            before_s = self._reading_s.get(method, 0.0)
+            now_s = max(0.0, seconds - usual_s) / unread
+            self._reading_s[method] = before_s + _LEARN * (now_s - before_s)
+        if size not in known and not unread:
+            known[size] = DraftCosts(levels, seconds)
+        elif size in known and (not unread or seconds < usual_s):
+            known[size].observe(levels, seconds)
 
 
 def on_line(rows: Seq[int], points: Seq[float], at: float) -> float:

@@ -8,14 +8,11 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from foredraft.engine.pool import BLOCK, BlockPool
-from foredraft.engine.protocols import Controller, Proposer, Sourced, StepTimes
+from foredraft.engine.protocols import Controller, Proposer, Resting, Sourced, StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.types import NO_DRAFT, Draft, StepOutput, Verdict
 
-# Where fewer than about _SELDOM of the last 1 / (1 - _FADE) steps drafted anything, a _CROWD of sequences is
-# asked at every _LOOK-th step only.
-_SELDOM, _FADE, _LOOK, _CROWD = 1.5, 0.95, 4, 4
 _log = logging.getLogger(__name__)
 
 
@@ -28,7 +25,7 @@ class Drafter:
         self.proposer, self.controller = proposer, controller
         self._sourced = proposer if isinstance(proposer, Sourced) else None
         self._off: set[str] = set()  # requests that go on without drafts
-        self._steps, self._drafted = 0, 1 / (1 - _FADE)  # steps, and of the last ones those that drafted
+        self._resting = controller if isinstance(controller, Resting) else None
 
     @property
     def hidden_layers(self) -> tuple[int, ...]:
@@ -36,19 +33,16 @@ class Drafter:
         return self.proposer.needs.hidden_layers if self.proposer is not None else ()
 
     def propose(self, seqs: list[Sequence], pool: BlockPool, batch_tokens: int) -> list[Draft]:
-        """Return one draft a sequence, for which its table has slots, already while it is made.
-
-        Where hardly anything was worth drafting for long, asking every time would be what takes time.
-        """
+        """Return one draft a sequence, for which its table has slots, already while it is made."""
         drafts = dict.fromkeys(seqs, NO_DRAFT)
-        self._steps, self._drafted = self._steps + 1, self._drafted * _FADE
-        if self._drafted < _SELDOM and self._steps % _LOOK and len(seqs) >= _CROWD:
+        drafting = self._drafting(seqs)
+        chosen = bool(drafting) and all(seq.params.budget == "auto" for seq in drafting)
+        if chosen and self._resting is not None and self._resting.rests(len(drafting), batch_tokens):
             return list(drafts.values())
-        drafting = [seq for seq in self._drafting(seqs) if self._offered(seq)]
+        drafting = [seq for seq in drafting if self._offered(seq)]
         if drafting and self.proposer is not None and self.controller is not None:
             wanted = self.controller.budgets(drafting, batch_tokens)
             budgets = _spare(drafting, wanted, pool)
-            self._drafted += any(budgets)
             for seq, budget in zip(drafting, budgets, strict=True):
                 grown = pool.grow(seq.table, len(seq.tokens) + budget)
                 assert grown

@@ -106,3 +106,13 @@ class Controller(Protocol):
 
     def forget(self, request_id: str) -> None:
         """Drop what was kept for a request."""
+
+
+@runtime_checkable
+class Resting(Protocol):
+    """A controller for which being asked at every step may take more than drafts give."""
+
+    def rests(self, count: int, batch_tokens: int) -> bool:
+        """True if a step of `count` sequences, which feeds batch_tokens rows before any draft, should go
+        without drafts, and without asking about them.
+        """

@@ -27,7 +27,8 @@ from foredraft.propose.guess import at_nodes, drawn, is_processed
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
-_FEW = 128  # features that wait to be fed with the next draft; more are fed at once
+_FEW, _MANY = 128, 1024  # features of prompts, and of answers, that wait for a draft; more are fed at once
+_ROWS = 8  # features that go through all of the head with the last one: more are read into its cache first
 _WIDTH, _LEVELS = BEST, LEVELS  # nodes of a level that are continued, and candidates below each; levels
 _SPARE = 8  # nodes that are fed beyond the budget, if there are slots, to find better ones
 _WORTH = 0.15  # chance that a level's best nodes are all right so far, under which no deeper level is tried
@@ -150,6 +151,8 @@ class EagleProposer:
         """Grow at once the trees of requests whose laws have no processors; return the others."""
         plain = [draft for draft in growing if not self._has_own_law(draft)]
         if plain:
+            states = [(draft.seq, self._states[draft.seq.request_id]) for draft in plain]
+            self._feed([(seq, state) for seq, state in states if state.count > _ROWS])
             begun = []
             for draft in plain:
                 seq, state = draft.seq, self._states[draft.seq.request_id]
@@ -283,13 +286,14 @@ class EagleProposer:
             if state is None or state.first + state.count != first:
                 state = self._states[seq.request_id] = _State(first, 0, [])
             state.add(layers)
-            if state.count > _FEW:
+            if state.count > (_FEW if seq.kv_len <= seq.prompt_len else _MANY):
                 many.append((seq, state))
-        if many:
-            self._feed(many)
+        self._feed(many)
 
     def _feed(self, many: Seq[tuple[Sequence, _State]]) -> None:
         """Feed all waiting features but the last, with which the next draft begins."""
+        if not many:
+            return
         feeds = [
             Feed(seq.tokens[state.first + 1 : seq.kv_len], state.first, seq.table, None)
             for seq, state in many
