@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -70,9 +71,11 @@ class Loading:
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
         with Console(stderr=True).status(f"loading {self.model}"):
-            return LLM(
+            llm = LLM(
                 path, draft, budget=budget, dtype=self.dtype, tree=tree, prefix_cache=prefix_cache, **sizes
             )
+        gc.freeze()  # what is loaded stays: looking through it for garbage would hold up a step by 0.15 s
+        return llm
 
 
 @dataclass(frozen=True)

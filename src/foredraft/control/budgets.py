@@ -1,4 +1,4 @@
-"""Two controllers: a fixed budget, and one that asks what the next step's drafts are worth."""
+"""The controller that asks what the next step's drafts are worth."""
 
 from __future__ import annotations
 
@@ -18,35 +18,16 @@ from foredraft.tree import depths
 from foredraft.types import Source, StepOutput
 
 _LEAST = 0.01  # chance that a node is accepted, under which none is weighed
-_PROBES, _FEW = (
-    0.007,
-    4,
-)  # share of the time for drafts that promise nothing; less for more than so many sequences
+_PROBES = 0.007  # share of the time that may go into drafts that do not promise that
+_FEW = 4  # sequences up to which it is that; many have less to win
 _PROBE = 2  # nodes of such a draft
 _UNTRIED = 32  # steps after which a method is tried again although another promises more
 _LEARN = 0.1  # weight of the newest step in times
 _FOR = 16  # steps for the sake of which a method reads what it has not read of a text
 _PAYS, _PAYS_ALL = 1.02, 1.1  # gain of asking that is enough; the same while a request is behind
 _ASK = 8  # one step of about so many asks where it does not pay
-_SHARE, _DEBT = 0.01, 2.0  # plain steps that a request may lose by a step for others; most that it owes
+_SHARE, _DEBT = 0.005, 2.0  # plain steps that a request may lose by a step for others; most that it owes
 _AGAIN = 16  # steps for which what was weighed holds, if nothing was learnt and the same is asked
-
-
-@dataclass(frozen=True, slots=True)
-class FixedBudget:
-    """The same budget for every sequence at every step."""
-
-    budget: int
-
-    def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
-        """Return the fixed budget for each."""
-        return [self.budget] * len(seqs)
-
-    def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
-        """Learn nothing."""
-
-    def forget(self, request_id: str) -> None:
-        """Hold nothing."""
 
 
 @dataclass(slots=True)
@@ -186,27 +167,31 @@ class AcceptanceBudget:
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Count what was judged and accepted, and time the pass and the draft."""
-        levels_of: dict[str, int] = {}  # by method
-        nodes, drafting, probing, steady, unread = 0, 0, 0, True, 0
-        for output in outputs:
-            request = self._request(output.request_id)
-            drafted, source = len(output.parents), request.source
-            if drafted and source is not None:
-                levels = max(depths(output.parents))
-                self._of(source).learn(request, drafted, levels, output.path)
-                self._lessons += 1
-                levels_of[source.method] = max(levels, levels_of.get(source.method, 0))
-                nodes, drafting, probing = nodes + drafted, drafting + 1, probing + request.probing
-                unread += request.length - request.read.get(source.method, 0)
-                request.read[source.method] = request.length
-                steady &= request.idle == 0 and output.stats.steps > 1  # else the draft also caught up
-            request.idle = 0 if drafted else request.idle + 1
-        count, accepted = max(len(outputs), 1), sum(len(output.path) for output in outputs)
-        nodes_s, rejected = 0.0, 0.0
+        count = max(len(outputs), 1)
+        nodes = sum(len(output.parents) for output in outputs)
+        accepted = sum(len(output.path) for output in outputs)
+        nodes_s = lost_s = 0.0
         if nodes:
             nodes_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)
-            rejected = 1 - accepted / nodes
-        self._share_out(outputs, times.draft_s + rejected * nodes_s)
+            lost_s = nodes_s * (nodes - accepted) / nodes
+        change = _SHARE - (times.draft_s + lost_s) / (self.costs.seconds(count, count) + self._other_s)
+        levels_of: dict[str, int] = {}  # by method
+        drafting, probing, steady, unread = 0, 0, True, 0
+        for output in outputs:
+            request = self._request(output.request_id)
+            request.slack = max(-_DEBT, request.slack + change + len(output.path))
+            request.idle += 1
+            source = request.source
+            if output.parents and source is not None:
+                levels = max(depths(output.parents))
+                self._of(source).learn(request, len(output.parents), levels, output.path)
+                self._lessons += 1
+                levels_of[source.method] = max(levels, levels_of.get(source.method, 0))
+                drafting, probing = drafting + 1, probing + request.probing
+                unread += request.length - request.read.get(source.method, 0)
+                request.read[source.method] = request.length
+                steady &= request.idle == 1 and output.stats.steps > 1  # else the draft also caught up
+                request.idle = 0
         if probing:
             self._allowance_s -= (times.draft_s + nodes_s) * probing / drafting
         if self._promise is not None:
@@ -219,14 +204,6 @@ class AcceptanceBudget:
         if len(levels_of) == 1:
             ((method, deepest),) = levels_of.items()
             self._draft_times.observe(method, count, deepest, times.draft_s, 0 if steady else unread)
-
-    def _share_out(self, outputs: Seq[StepOutput], lost_s: float) -> None:
-        """Keep account of what each request has won by its drafts, and lost by everybody's."""
-        count = len(outputs)
-        lost = lost_s / (self.costs.seconds(count, count) + self._other_s)
-        for output in outputs:
-            request = self._requests[output.request_id]
-            request.slack = max(-_DEBT, request.slack + _SHARE + len(output.path) - lost)
 
     def forget(self, request_id: str) -> None:
         """Drop what was learnt of a request."""
