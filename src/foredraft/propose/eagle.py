@@ -27,7 +27,7 @@ from foredraft.propose.guess import at_nodes, drawn, is_processed
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
-_FEW, _MANY = 128, 1024  # features of prompts, and of answers, that wait for a draft; more are fed at once
+_FEW, _MANY = 128, 512  # features of prompts, and of answers, that wait for a draft; more are fed at once
 _ROWS = 8  # features that go through all of the head with the last one: more are read into its cache first
 _WIDTH, _LEVELS = BEST, LEVELS  # nodes of a level that are continued, and candidates below each; levels
 _SPARE = 8  # nodes that are fed beyond the budget, if there are slots, to find better ones
