@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 import torch
@@ -137,22 +138,22 @@ def compare(llm: LLM, group: Seq[dict[str, Any]], args: argparse.Namespace) -> d
     """Serve a group of prompts in pairs of runs until the ratio is known well enough. Both runs of a pair are
     made by the same engine, since where two engines' weights lie in memory makes one of them 1 % slower.
     """
-    drafting, plain = llm.engine.drafter, Drafter(None, None)
+    drafted, plain = llm.engine.drafter, Drafter(None, None)
     ratios: list[float] = []
     sooner: list[float] = []
     for turn in range(args.most):
         speeds, waits = {}, {}
-        for drafter in (plain, drafting) if turn % 2 == 0 else (drafting, plain):
+        for drafter in (plain, drafted) if turn % 2 == 0 else (drafted, plain):
             llm.engine.drafter = drafter
             speeds[drafter], waits[drafter] = serve(llm, group, args, seed=turn)
-        ratios.append(math.log(speeds[drafting] / speeds[plain]))
-        sooner.append(math.log(waits[plain] / waits[drafting]))
+        ratios.append(math.log(speeds[drafted] / speeds[plain]))
+        sooner.append(waits[plain] / waits[drafted])
         if len(ratios) >= 3 and half_width(ratios) < 0.01:
             break
-    llm.engine.drafter = drafting
+    llm.engine.drafter = drafted
     mean, half = sum(ratios) / len(ratios), half_width(ratios)
     bounds = {"ratio": math.exp(mean), "low": math.exp(mean - half), "high": math.exp(mean + half)}
-    return bounds | {"sooner": math.exp(sum(sooner) / len(sooner)), "pairs": len(ratios)}
+    return bounds | {"sooner": geometric_mean(sooner), "pairs": len(ratios)}
 
 
 def half_width(ratios: Seq[float]) -> float:
@@ -183,9 +184,7 @@ def report(records: Seq[dict[str, Any]]) -> None:
     for draft, size in dict.fromkeys((r["draft"], r["load"]) for r in records):
         mine = [r for r in records if (r["draft"], r["load"]) == (draft, size)]
         worst = min(mine, key=lambda r: r["ratio"])
-        mean, sooner = (
-            math.exp(sum(math.log(r[key]) for r in mine) / len(mine)) for key in ("ratio", "sooner")
-        )
+        mean, sooner = (geometric_mean(r[key] for r in mine) for key in ("ratio", "sooner"))
         table.add_row(
             draft,
             str(size),

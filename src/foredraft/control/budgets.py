@@ -87,8 +87,7 @@ class AcceptanceBudget:
         every = _ASK if steady else min(2 * _ASK, max(_ASK // 2, 2 * count))
         rests = self._ledger(count).rests(_PAYS_ALL if behind else _PAYS, every)
         if rests and batch_tokens == count:
-            plain_s = self.costs.seconds(count, count) + self._other_s
-            self._promise = Promise(1, 1, plain_s, asked=False)
+            self._promise = Promise(1, 1, self._plain_s(count), asked=False)
         return rests
 
     def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> list[int]:
@@ -118,7 +117,7 @@ class AcceptanceBudget:
         self._promise = None
         if chosen and not probing and batch_tokens == count:
             tokens = 1 + sum(sum(some[:n]) for some, n in zip(weighed.gains, budgets, strict=True)) / count
-            plain_s = pass_s(0)
+            plain_s = self._plain_s(count)
             seconds = step_s(sum(budgets), deepest_of(requests, budgets)) if tokens > 1 else plain_s
             self._promise = Promise(tokens, seconds / plain_s, plain_s)
         return budgets
@@ -174,7 +173,7 @@ class AcceptanceBudget:
         if nodes:
             nodes_s = self.costs.seconds(times.rows, count) - self.costs.seconds(times.rows - nodes, count)
             lost_s = nodes_s * (nodes - accepted) / nodes
-        change = _SHARE - (times.draft_s + lost_s) / (self.costs.seconds(count, count) + self._other_s)
+        change = _SHARE - (times.draft_s + lost_s) / self._plain_s(count)
         levels_of: dict[str, int] = {}  # by method
         drafting, probing, steady, unread = 0, 0, True, 0
         for output in outputs:
@@ -251,6 +250,10 @@ class AcceptanceBudget:
         if request.source is not None:
             request.chosen[request.source.method] = request.steps
         return best
+
+    def _plain_s(self, count: int) -> float:
+        """Seconds of a step of so many sequences without drafts."""
+        return self.costs.seconds(count, count) + self._other_s
 
     def _unread_s(self, request: Request) -> float:
         """Seconds of reading what its source's method has not read of a text yet."""

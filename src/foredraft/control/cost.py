@@ -10,7 +10,6 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from math import inf
 from pathlib import Path
 
 import torch
@@ -50,7 +49,7 @@ class PassCosts:
         self.drift = 1.0
         for more, rows in enumerate(self.rows):  # rows could be fed in several passes
             whole = (-(-rows // fewer) * s for fewer, s in zip(self.rows[:more], self.points, strict=False))
-            self.points[more] = min(self.points[more], *whole, inf)
+            self.points[more] = min([self.points[more], *whole])
         level(self.points)
 
     @classmethod

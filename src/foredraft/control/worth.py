@@ -48,7 +48,7 @@ def best_budgets(
     most, best = least * _worth(emitted, plain_s, plain_s, rate), 0
     left = -sum(loss for loss, _, _ in order)
     seconds = plain_s
-    own = [] if slacks is None else list(slacks)  # what each may lose, and what it gains
+    own = [inf] * len(gains) if slacks is None else list(slacks)  # what each may lose, and what it gains
     for taken, (loss, node, seq) in enumerate(order, start=1):
         if _worth(emitted + left, seconds, plain_s, rate) <= most:
             break  # even if all that is left took no time
@@ -61,14 +61,13 @@ def best_budgets(
         if node == 0:
             begun_s += begin_s[seq]
         seconds = pass_s(taken) + drafting_s + begun_s
-        if slacks is not None:
-            own[seq] -= _SURE * loss
+        own[seq] -= _SURE * loss
         worth = _worth(emitted, seconds, plain_s, rate)
         if worth > most:
             rejected = 1 - (emitted - len(gains)) / taken
             made_s = drafting_s + begun_s
             lost = (made_s + rejected * (seconds - made_s - plain_s)) / plain_s
-            if lost <= min(own, default=inf):
+            if lost <= min(own):
                 most, best = worth, taken
     for _, _, seq in order[:best]:
         budgets[seq] += 1

@@ -149,10 +149,10 @@ class EagleProposer:
 
     def _grow_all(self, fast: CompiledEagle, growing: Seq[_Growing]) -> list[_Growing]:
         """Grow at once the trees of requests whose laws have no processors; return the others."""
+        states = [(draft.seq, self._states[draft.seq.request_id]) for draft in growing]
+        self._feed([(seq, state) for seq, state in states if state.count > _ROWS])
         plain = [draft for draft in growing if not self._has_own_law(draft)]
         if plain:
-            states = [(draft.seq, self._states[draft.seq.request_id]) for draft in plain]
-            self._feed([(seq, state) for seq, state in states if state.count > _ROWS])
             begun = []
             for draft in plain:
                 seq, state = draft.seq, self._states[draft.seq.request_id]
