@@ -103,9 +103,7 @@ def load(paths: Sequence[Path] | None, limit: int) -> list[dict[str, Any]]:
             {"id": f"demo-{i}", "category": p.category, "messages": [{"role": "user", "content": p.text}]}
             for i, p in enumerate(demo_prompts())
         ]
-    return [
-        json.loads(line) for path in paths for line in path.read_text(encoding="utf-8").splitlines()[:limit]
-    ]
+    return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()[:limit]]
 
 
 def draft_of(arm: str) -> str | None:

@@ -167,7 +167,7 @@ def run(arm: Arm, args: argparse.Namespace, prompts: Path, out: Path) -> list[di
     if ran.returncode:
         console.print(f"{arm.name} failed and is left out:\n{ran.stderr[-2000:]}", markup=False)
         return []
-    return [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in out.read_bytes().splitlines()]
 
 
 def answer(args: argparse.Namespace) -> None:

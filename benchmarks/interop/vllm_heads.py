@@ -30,7 +30,9 @@ def main() -> None:
     from vllm import LLM, SamplingParams, __version__
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
-    rows = [json.loads(line) for path in args.prompts for line in path.read_text().splitlines()[: args.limit]]
+    rows = [
+        json.loads(line) for path in args.prompts for line in path.read_bytes().splitlines()[: args.limit]
+    ]
     prompts = [
         tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=True)
         for row in rows

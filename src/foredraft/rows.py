@@ -13,7 +13,8 @@ from foredraft.errors import ConfigError
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) for every line that is not blank; raises ConfigError naming the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Rows end at "\n" alone: str.splitlines also cuts at U+2028 and others, which JSON strings may hold.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):

@@ -25,6 +25,7 @@ from foredraft.measure.server_arm import ServerArm
 from foredraft.measure.stats import Figures, figures
 from foredraft.measure.tables import summary, verdicts
 from foredraft.measure.workload import Ask, Defaults, Load, load_asks, parse_loads, repeated
+from foredraft.rows import read_rows
 
 TOKENS = 21
 CLOSE = 0.03  # of rates, which are of whole tokens
@@ -274,6 +275,14 @@ def test_bad_request_files_name_the_line(text: str, message: str, tmp_path: Path
     with pytest.raises(ConfigError) as error:
         load_asks([path], Defaults())
     assert message in str(error.value)
+
+
+def test_rows_end_at_line_feeds_alone(tmp_path: Path) -> None:
+    """JSON strings may hold what str.splitlines takes for line ends; rows may end as on Windows."""
+    path, texts = tmp_path / "requests.jsonl", ["a\u2028b\u2029c", "d\u0085e"]
+    rows = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_bytes("\r\n".join([*rows, ""]).encode())
+    assert [row["prompt"] for _, row in read_rows(path)] == texts
 
 
 def test_records_that_are_none_are_refused(tmp_path: Path) -> None:
