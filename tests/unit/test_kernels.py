@@ -141,7 +141,9 @@ def product(x: Tensor, weight: Tensor, outputs: int, how: int) -> Tensor:
     tiles, board = kernels.laid_out(weight).contiguous(), np.zeros(16, np.int64)
     bias, out = torch.zeros(len(tiles) * kernels.WIDTH), x.new_zeros(len(x), outputs)
     told = (board.ctypes.data, 0, x.data_ptr(), *x.shape, tiles.data_ptr(), 0, bias.data_ptr())
-    threads.share(kernels.product, (*told, outputs, out.data_ptr(), how), kernels.own_bytes(0), alone=True)
+    threads.share(
+        kernels.product, (*told, outputs, out.data_ptr(), how), kernels.own_bytes(0, *x.shape), alone=True
+    )
     return out
 
 

@@ -102,7 +102,8 @@ class CompiledCausal(HFCausal):
             self._eps,
             self._scale,
         )
-        threads.share(kernels.run_layers, told, size)
+        most = max(hidden, inner, queries * dim)
+        threads.share(kernels.run_layers, told, kernels.own_bytes(size, max(rows, outputs), most))
         if self.token_ids is not None:
             logits = widen(logits, self.token_ids, self.vocab_size)
         return ForwardOut(logits, tuple(states[layer] for layer in wanted))

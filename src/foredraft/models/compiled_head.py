@@ -93,7 +93,7 @@ class CompiledEagle:
         found = features.new_empty(len(features), self._shape[0])
         told = (board.ctypes.data, 0, features.data_ptr(), *features.shape, int(self._head[3]))
         how = (int(self._scales[3]), self._tiles.no_bias, self._shape[0], found.data_ptr(), kernels.PUT)
-        threads.share(kernels.product, (*told, *how), kernels.own_bytes(0), alone=True)
+        threads.share(kernels.product, (*told, *how), kernels.own_bytes(0, *features.shape), alone=True)
         return found
 
     def run(self, batch: Batch, features: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
@@ -163,7 +163,8 @@ class CompiledEagle:
         board = np.zeros(_STATES * kernels.LEVEL_PHASES * kernels.PHASE_BYTES // 8, np.int64)
         together = kernels.heads_together(len(level.spans), kv_heads, longest, most, torch.get_num_threads())
         sizes = (longest, most, level.deepest, together)
-        size = kernels.own_bytes(kernels.scratch_size(dim, dim, *sizes))
+        most = max(2 * hidden, inner, queries * dim, int(self._sizes[6]))
+        size = kernels.own_bytes(kernels.scratch_size(dim, dim, *sizes), max(len(x), outputs), most)
         told = (
             board.ctypes.data,
             self._head,

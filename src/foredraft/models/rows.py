@@ -48,13 +48,13 @@ class Rows:
     def told(self, heads: int, kv_heads: int, dim: int, value_dim: int) -> tuple[tuple[int, ...], int]:
         """Return what kernels.attended is told of the rows: where units, slots, prefix, tail_at and tails
         are, the longest text, the most queries of a key head, the longest tail, how many key heads attend
-        together; and how many bytes it needs.
+        together; and how many bytes attend works in.
         """
         parts = (self.units, self.slots, self.prefix, self.tail_at, self.tails)
         cap, most = BlockPool.needed(self.longest) * BLOCK, kernels.UNIT * heads // kv_heads
         together = kernels.heads_together(self.count, kv_heads, cap, most, torch.get_num_threads())
         sizes = (cap, most, self.deepest, together)
-        size = kernels.own_bytes(kernels.scratch_size(dim, value_dim, *sizes))
+        size = kernels.scratch_size(dim, value_dim, *sizes)
         return (*(part.ctypes.data for part in parts), *sizes), size
 
     def attend(
@@ -92,4 +92,4 @@ class Rows:
             window or 0,
         )
         alone = int(self.units[: self.count, 3].sum()) * kv_heads < _ALONE
-        threads.share(kernels.attended, told, size, alone=alone)
+        threads.share(kernels.attended, told, kernels.own_bytes(size), alone=alone)

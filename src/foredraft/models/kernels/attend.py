@@ -36,7 +36,7 @@ _mix_middle = pair_sums(AT_ONCE, 1, 16, fresh=False)
 _mix_least = pair_sums(AT_ONCE, 1, LEAST, fresh=False)
 _add_middle, _add_least = (pair_sums(1, 1, lanes, fresh=False) for lanes in (16, LEAST))
 _SIDE_BY_SIDE, _NEAR_BYTES = 4, 1 << 20
-_FAR = UINT(1) << UINT(40)
+_NONE, _FAR = UINT(0), UINT(1) << UINT(40)
 
 
 @njit(fastmath=STEADY, **OPTIONS)
@@ -86,11 +86,11 @@ def _mix(values: Any, stride: Any, weights: Any, apart: Any, pairs: Any, out: An
     to, four = dim * UINT(4), UINT(4)
     wide, middle = dim - dim % UINT(_WIDE), dim - dim % UINT(_MIDDLE)
     for d in range(UINT(0), wide, UINT(_WIDE)):
-        _mix_wide(weights, apart, values + d * four, stride, pairs, out + d * four, to)
+        _mix_wide(weights, apart, values + d * four, stride, pairs, out + d * four, to, _NONE, _NONE)
     for d in range(wide, middle, UINT(_MIDDLE)):
-        _mix_middle(weights, apart, values + d * four, stride, pairs, out + d * four, to)
+        _mix_middle(weights, apart, values + d * four, stride, pairs, out + d * four, to, _NONE, _NONE)
     for d in range(middle, dim, UINT(LEAST)):
-        _mix_least(weights, apart, values + d * four, stride, pairs, out + d * four, to)
+        _mix_least(weights, apart, values + d * four, stride, pairs, out + d * four, to, _NONE, _NONE)
 
 
 @njit(inline="always")
@@ -98,9 +98,9 @@ def _mix_own(values: Any, weights: Any, pairs: Any, out: Any, dim: Any) -> None:
     """Add so many pairs of values in a row to what one query has."""
     stride, four, middle = dim * UINT(4), UINT(4), dim - dim % UINT(_MIDDLE)
     for d in range(UINT(0), middle, UINT(_MIDDLE)):
-        _add_middle(weights, UINT(0), values + d * four, stride, pairs, out + d * four, UINT(0))
+        _add_middle(weights, _NONE, values + d * four, stride, pairs, out + d * four, _NONE, _NONE, _NONE)
     for d in range(middle, dim, UINT(LEAST)):
-        _add_least(weights, UINT(0), values + d * four, stride, pairs, out + d * four, UINT(0))
+        _add_least(weights, _NONE, values + d * four, stride, pairs, out + d * four, _NONE, _NONE, _NONE)
 
 
 @njit(**OPTIONS)
@@ -188,7 +188,9 @@ def attend(
         held = UINT(keys) + (UINT(at[first_slot + c * block]) // block * UINT(kv) + UINT(head)) * key_size
         for g in range(UINT(0), many * padded, UINT(AT_ONCE)):
             key, to = held + g // padded * key_size, scores_at + (g * cap_ + c * block) * four
-            _scores(query_at + g * n * two, n * two, key, block * four, n // two, to, cap_ * four)
+            _scores(
+                query_at + g * n * two, n * two, key, block * four, n // two, to, cap_ * four, _NONE, _NONE
+            )
     low, high = blocks, UINT(0)  # the blocks that are mixed
     for g in range(many * padded):
         row = row0 + min(g % padded, count - UINT(1)) // share

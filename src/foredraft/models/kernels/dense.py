@@ -2,7 +2,7 @@
 so that a row has the same bits whatever else the pass holds.
 
 A tile is WIDTH outputs, [inputs / 2, WIDTH, 2]: its weights are read once, in a row, and the sums of up to
-AT_ONCE rows stay in registers meanwhile.
+AT_ONCE rows stay in registers meanwhile. Where pairs are widened, rows are WIDENED once for many tiles.
 """
 
 from __future__ import annotations
@@ -15,55 +15,66 @@ from numba import njit
 from torch import Tensor
 
 from foredraft.models.kernels.numbers import OPTIONS, UINT
-from foredraft.models.kernels.pairs import FEATURES, pair_sums
+from foredraft.models.kernels.pairs import HAS_PAIRS, IS_WIDE, pair_sums
 
-_LANES, _VECTORS = 16, 3
+WIDENED = not HAS_PAIRS
+# Where sums by pairs are fast, asking for the next tile while one is multiplied was slower.
+ASKS = WIDENED
+_LANES, _VECTORS = 16, 3 if HAS_PAIRS or IS_WIDE else 2
 WIDTH = _LANES * _VECTORS
 SMALL_AT_ONCE, OFFSET = 4, 128 + 64
-AT_ONCE = 8 if FEATURES.get("avx512f") else 2  # as many sums as there are registers for
+AT_ONCE = 8 if HAS_PAIRS or IS_WIDE else 4  # as many sums as there are registers for
+SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE) * WIDTH
 _ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
 _one, _two, _three, _four, _five, _six, _seven, _eight = (
-    pair_sums(rows, _VECTORS, _LANES, fresh=True) for rows in range(1, 9)
+    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_floats=WIDENED, asks=ASKS) for rows in range(1, 9)
 )
 
 
 @njit(**OPTIONS)
-def tile_sums(x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any) -> None:
-    """Sums of up to 8 rows, `apart` bytes from each other, over a tile; out: float32 [rows, WIDTH]."""
+def tile_sums(
+    x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any, ahead: Any, step: Any
+) -> None:
+    """Sums of up to AT_ONCE rows, `apart` bytes from each other, over a tile; out: float32 [rows, WIDTH]. The
+    rows are float32 if WIDENED. If it ASKS, then for the tile that is `ahead`: see pair_sums.
+    """
     if rows == UINT(1):
-        _one(x, apart, weights, _ROW, pairs, out, _ROW)
+        _one(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(2):
-        _two(x, apart, weights, _ROW, pairs, out, _ROW)
+        _two(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(3):
-        _three(x, apart, weights, _ROW, pairs, out, _ROW)
+        _three(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(4):
-        _four(x, apart, weights, _ROW, pairs, out, _ROW)
+        _four(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(5):
-        _five(x, apart, weights, _ROW, pairs, out, _ROW)
+        _five(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(6):
-        _six(x, apart, weights, _ROW, pairs, out, _ROW)
+        _six(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(7):
-        _seven(x, apart, weights, _ROW, pairs, out, _ROW)
+        _seven(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     else:
-        _eight(x, apart, weights, _ROW, pairs, out, _ROW)
+        _eight(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
 
 
 _one_small, _two_small, _three_small, _four_small = (
-    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_bytes=True) for rows in range(1, 5)
+    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_bytes=True, of_floats=WIDENED, asks=ASKS)
+    for rows in range(1, 5)
 )
 
 
 @njit(**OPTIONS)
-def byte_sums(x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any) -> None:
+def byte_sums(
+    x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any, ahead: Any, step: Any
+) -> None:
     """The same for up to SMALL_AT_ONCE rows over a tile of bytes, each of which counts OFFSET too much."""
     if rows == UINT(1):
-        _one_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+        _one_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(2):
-        _two_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+        _two_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(3):
-        _three_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+        _three_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW, ahead, step)
     else:
-        _four_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW)
+        _four_small(x, apart, weights, _BYTE_ROW, pairs, out, _ROW, ahead, step)
 
 
 def tiles(outputs: int) -> int:

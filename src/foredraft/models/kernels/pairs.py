@@ -2,7 +2,8 @@
 numbers, the second one first.
 
 Where the processor has it, one instruction does that for up to 16 sums (AVX512-BF16, vdpbf16ps); elsewhere
-pairs are widened to float32.
+pairs are widened to float32. A processor with 16 registers of 8 numbers (AVX2) makes as many sums at once as
+leave room there for what they grow by.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from numba.extending import intrinsic
 # Numba told to compile for another processor (NUMBA_CPU_NAME) gets what every one has.
 FEATURES = binding.get_host_cpu_features() if config.CPU_NAME is None else {}
 PROCESSOR = config.CPU_NAME or binding.get_host_cpu_name()
-_HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
+HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
+IS_WIDE = bool(FEATURES.get("avx512f"))  # 32 registers of 16 numbers
+_LANES, _HELD = 8, 8  # elsewhere: numbers of a register, and registers that hold sums
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
 _HALF, _BYTE = ir.IntType(16), ir.IntType(8)
 _FROM_128 = 0x4300  # the bits of 128 in bfloat16, whose last seven are what is above it
@@ -52,32 +55,48 @@ def zeros(lanes: int) -> Any:
     return ir.Constant(floats_of(lanes), [0.0] * lanes)
 
 
-def grown(build: Any, lanes: int, numbers: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
-    """Return the sums, each grown by a pair of weights times its pairs of numbers."""
-    return (_by_pairs if _HAS_PAIRS else _widened)(build, lanes, numbers, pair, sums)
-
-
-def _by_pairs(build: Any, lanes: int, numbers: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
+def _grow_by_pairs(
+    build: Any, lanes: int, numbers: list[Any], firsts: list[Any], index: Any, held: list[list[Any]]
+) -> None:
     halves, floats = ir.VectorType(_BFloat(), 2 * lanes), floats_of(lanes)
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
     grow = cgutils.get_or_insert_function(
         build.module, ir.FunctionType(floats, [floats, halves, halves]), name
     )
-    weights = build.bitcast(_spread(build, lanes, pair, words_of(lanes)), halves)
-    wide = [build.bitcast(some, halves) for some in numbers]
-    return [build.call(grow, [old, weights, some]) for old, some in zip(sums, wide, strict=True)]
+    wide, offset = [build.bitcast(some, halves) for some in numbers], build.mul(index, index.type(4))
+    for first, own in zip(firsts, held, strict=True):
+        pair = build.load(at(build, first, offset, WORD), align=4)
+        weights = build.bitcast(_spread(build, lanes, pair, words_of(lanes)), halves)
+        for some, sum_ in zip(wide, own, strict=True):
+            build.store(build.call(grow, [build.load(sum_), weights, some]), sum_)
 
 
-def _widened(build: Any, lanes: int, numbers: list[Any], pair: Any, sums: list[Any]) -> list[Any]:
+def _grow_widened(
+    build: Any,
+    lanes: int,
+    numbers: list[Any],
+    firsts: list[Any],
+    index: Any,
+    held: list[list[Any]],
+    of_floats: bool,
+) -> None:
     floats, words = floats_of(lanes), words_of(lanes)
     fma = cgutils.get_or_insert_function(
         build.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fma.v{lanes}f32"
     )
-    for by, cut in ((build.and_, _HIGH), (build.shl, 16)):
-        weight = _spread(build, lanes, build.bitcast(by(pair, WORD(cut)), FLOAT), floats)
+    offset = build.mul(index, index.type(8 if of_floats else 4))
+    for by, cut, behind in ((build.and_, _HIGH, 4), (build.shl, 16, 0)):
         wide = [build.bitcast(by(some, ir.Constant(words, [cut] * lanes)), floats) for some in numbers]
-        sums = [build.call(fma, [some, weight, old]) for some, old in zip(wide, sums, strict=True)]
-    return sums
+        for first, own in zip(firsts, held, strict=True):
+            if of_floats:
+                where = build.add(offset, index.type(behind))
+                weight = build.load(at(build, first, where, FLOAT), align=4)
+            else:
+                pair = build.load(at(build, first, offset, WORD), align=4)
+                weight = build.bitcast(by(pair, WORD(cut)), FLOAT)
+            weights = _spread(build, lanes, weight, floats)
+            for some, sum_ in zip(wide, own, strict=True):
+                build.store(build.call(fma, [some, weights, build.load(sum_)]), sum_)
 
 
 def _spread(build: Any, lanes: int, value: Any, kind: ir.Type) -> Any:
@@ -91,14 +110,42 @@ def at(build: Any, base: Any, offset: Any, kind: ir.Type) -> Any:
     return build.inttoptr(build.add(base, offset), kind.as_pointer())
 
 
-def pair_sums(sums: int, vectors: int, lanes: int, *, fresh: bool, of_bytes: bool = False) -> Any:
+def _ask(build: Any, pointer: Any) -> None:
+    """Have memory brought into this core's caches, but not into the nearest, which is small."""
+    kind = ir.FunctionType(ir.VoidType(), [pointer.type, WORD, WORD, WORD])
+    ask = cgutils.get_or_insert_function(build.module, kind, "llvm.prefetch.p0")
+    build.call(ask, [pointer, WORD(0), WORD(2), WORD(1)])  # to read, the second level, data
+
+
+def _parts(sums: int, vectors: int, lanes: int) -> tuple[int, list[range]]:
+    """Return how many numbers a register has, and which of so many vectors are summed up at a time."""
+    if HAS_PAIRS or IS_WIDE:
+        return lanes, [range(vectors)]
+    narrow = min(lanes, _LANES)
+    every, some = vectors * lanes // narrow, max(1, _HELD // sums)
+    return narrow, [range(first, min(first + some, every)) for first in range(0, every, some)]
+
+
+def pair_sums(
+    sums: int,
+    vectors: int,
+    lanes: int,
+    *,
+    fresh: bool,
+    of_bytes: bool = False,
+    of_floats: bool = False,
+    asks: bool = False,
+) -> Any:
     """Return a kernel of so many sums, each of `vectors` times `lanes` numbers.
 
-    kernel(weights, apart, rows, stride, count, out, out_apart), addresses and bytes: sum g, float32 from out
-    + g * out_apart on, grows by pair i of weights + g * apart times row i, `stride` behind row i - 1, a pair
-    a number, one row after another; a fresh sum begins at zero. Every number of a sum depends on its own
-    column and weights alone. of_bytes: a number of a row is a byte below 128, and counts 128 more.
+    kernel(weights, apart, rows, stride, count, out, out_apart, ahead, step), addresses and bytes: sum g,
+    float32 from out + g * out_apart on, grows by pair i of weights + g * apart times row i, `stride` behind
+    row i - 1, a pair a number, one row after another; a fresh sum begins at zero. Every number of a sum
+    depends on its own column and weights alone. of_bytes: a number of a row is a byte below 128, and counts
+    128 more. of_floats: weights are float32, which they must not be where pairs are not widened. asks: with
+    every row memory is asked for what will be read next, from `ahead` on, `step` further each time.
     """
+    lanes, parts = _parts(sums, vectors, lanes)
 
     def read(build: Any, rows: Any, offset: Any) -> Any:
         if not of_bytes:
@@ -110,38 +157,47 @@ def pair_sums(sums: int, vectors: int, lanes: int, *, fresh: bool, of_bytes: boo
 
     @intrinsic
     def kernel(
-        _context: Any, weights: Any, apart: Any, rows: Any, stride: Any, count: Any, out: Any, out_apart: Any
+        _context: Any,
+        weights: Any,
+        apart: Any,
+        rows: Any,
+        stride: Any,
+        count: Any,
+        out: Any,
+        out_apart: Any,
+        ahead: Any,
+        step: Any,
     ) -> Any:
         def generate(context: Any, build: Any, _signature: Any, args: Any) -> Any:
-            weights, apart, rows, stride, count, out, out_apart = args
-            floats = floats_of(lanes)
-
-            def number(value: int) -> Any:
-                return ir.Constant(count.type, value)
+            weights, apart, rows, stride, count, out, out_apart, ahead, step = args
+            number, floats = count.type, floats_of(lanes)
 
             def place(g: int, t: int) -> Any:
                 offset = build.add(build.mul(number(g), out_apart), number(4 * t * lanes))
                 return at(build, out, offset, floats)
 
-            held = []
-            for g in range(sums):
-                begins = [zeros(lanes) if fresh else build.load(place(g, t), align=4) for t in range(vectors)]
-                held.append([cgutils.alloca_once_value(build, begin) for begin in begins])
             firsts = [build.add(weights, build.mul(number(g), apart)) for g in range(sums)]
-            with cgutils.for_range(build, count) as loop:
-                row = build.mul(loop.index, stride)
-                size = (2 if of_bytes else 4) * lanes
-                numbers = [read(build, rows, build.add(row, number(t * size))) for t in range(vectors)]
-                for first, own in zip(firsts, held, strict=True):
-                    pair = build.load(at(build, first, build.mul(loop.index, number(4)), WORD), align=4)
-                    new = grown(build, lanes, numbers, pair, [build.load(sum_) for sum_ in own])
-                    for value, sum_ in zip(new, own, strict=True):
-                        build.store(value, sum_)
-            for g, own in enumerate(held):
-                for t, sum_ in enumerate(own):
-                    build.store(build.load(sum_), place(g, t), align=4)
+            for turn, part in enumerate(parts):
+                held = []
+                for g in range(sums):
+                    begins = [zeros(lanes) if fresh else build.load(place(g, t), align=4) for t in part]
+                    held.append([cgutils.alloca_once_value(build, begin) for begin in begins])
+                with cgutils.for_range(build, count) as loop:
+                    row = build.mul(loop.index, stride)
+                    if asks:
+                        asked = build.add(loop.index, build.mul(count, number(turn)))
+                        _ask(build, at(build, ahead, build.mul(asked, step), _BYTE))
+                    size = (2 if of_bytes else 4) * lanes
+                    numbers = [read(build, rows, build.add(row, number(t * size))) for t in part]
+                    if HAS_PAIRS:
+                        _grow_by_pairs(build, lanes, numbers, firsts, loop.index, held)
+                    else:
+                        _grow_widened(build, lanes, numbers, firsts, loop.index, held, of_floats)
+                for g, own in enumerate(held):
+                    for t, sum_ in zip(part, own, strict=True):
+                        build.store(build.load(sum_), place(g, t), align=4)
             return context.get_dummy_value()
 
-        return types.void(*[types.uintp] * 7), generate
+        return types.void(*[types.uintp] * 9), generate
 
     return kernel

@@ -10,9 +10,12 @@ from numba import carray, njit
 
 from foredraft.models.kernels.attend import attend
 from foredraft.models.kernels.dense import (
+    ASKS,
     AT_ONCE,
     OFFSET,
     SMALL_AT_ONCE,
+    SUMS_BYTES,
+    WIDENED,
     WIDTH,
     byte_sums,
     tile_sums,
@@ -100,6 +103,14 @@ def _put_gated(sums: Any, bias: Any, rows: Any, some: Any, out: Any, apart: Any,
                 o[row * apart + i] = to_half(gate / (F32(1) + exp2(gate * F32(-LOG2E))) * up)
 
 
+@njit(fastmath=STEADY, **OPTIONS)
+def _widen(x: Any, count: Any, out: Any) -> None:
+    """out = x, so many numbers, in float32."""
+    a, o = carray(halves(x), (_FAR,)), carray(floats(out), (_FAR,))
+    for i in range(count):
+        o[i] = load(a[i])
+
+
 PUT, PUT_MORE, PUT_FLOATS, PUT_SILU, PUT_GELU = range(5)  # what becomes of sums
 
 
@@ -127,23 +138,36 @@ def product(
     gated = how >= UINT(PUT_SILU)
     width = UINT(HALF) if gated else UINT(WIDTH)
     count, chunks = (outputs + width - UINT(1)) // width, (rows + UINT(ROWS - 1)) // UINT(ROWS)
-    done, units, apart = UINT(0), count * chunks, inputs * UINT(2)
-    at_once = UINT(SMALL_AT_ONCE) if scales else UINT(AT_ONCE)
-    while True:
-        unit = claimed(board, phase)
-        if unit >= units:
-            break
+    done, units, apart, pairs = UINT(0), count * chunks, inputs * UINT(2), inputs // UINT(2)
+    at_once, held = UINT(SMALL_AT_ONCE) if scales else UINT(AT_ONCE), chunks
+    stride = UINT(2 * WIDTH) if scales else UINT(4 * WIDTH)
+    room, size, wide = scratch + UINT(SUMS_BYTES), pairs * stride, apart * UINT(2) if WIDENED else apart
+    # The next unit is claimed early where its weights are to be asked for meanwhile.
+    unit = claimed(board, phase)
+    while unit < units:
+        following = claimed(board, phase) if ASKS else unit
         done += UINT(1)
-        tile, first = unit // chunks, unit % chunks * UINT(ROWS)
+        # Widened rows are those of one chunk, under all tiles; else a tile's weights are, under all chunks.
+        tile, chunk = (unit % count, unit // count) if WIDENED else (unit // chunks, unit % chunks)
+        first = chunk * UINT(ROWS)
         column, from_ = tile * width, bias + tile * UINT(4 * WIDTH)
         some, last = min(width, outputs - column), min(rows, first + UINT(ROWS))
+        if WIDENED and chunk != held:
+            _widen(x + first * apart, (last - first) * inputs, room)
+            held = chunk
+        weight, next_ = weights + tile * size, weights
+        if following < units:
+            next_ += following % count * size
+        step = stride // UINT(2) // ((last - first + at_once - UINT(1)) // at_once)
         for row in range(first, last, at_once):
-            few, from_row, pairs = min(at_once, last - row), x + row * apart, inputs // UINT(2)
+            few, from_row = min(at_once, last - row), x + row * apart
+            read = room + (row - first) * wide if WIDENED else from_row
+            ahead = next_ + (row - first) // at_once * pairs * UINT(2) * step
             if scales:
-                byte_sums(from_row, apart, few, weights + tile * inputs * UINT(WIDTH), pairs, scratch)
+                byte_sums(read, wide, few, weight, pairs, scratch, ahead, step)
                 _scaled(scratch, from_row, few, inputs, scales + tile * UINT(4 * WIDTH))
             else:
-                tile_sums(from_row, apart, few, weights + tile * apart * UINT(WIDTH), pairs, scratch)
+                tile_sums(read, wide, few, weight, pairs, scratch, ahead, step)
             to = out + (row * outputs + column) * UINT(2)
             if gated:
                 _put_gated(scratch, from_, few, some, to, outputs, how == UINT(PUT_GELU))
@@ -153,6 +177,7 @@ def product(
                 _put_floats(scratch, from_, few, some, out + (row * outputs + column) * UINT(4), outputs)
             else:
                 _put_more(scratch, from_, few, some, to, outputs)
+        unit = following if ASKS else claimed(board, phase)
     finish(board, phase, done, units)
 
 
@@ -250,7 +275,7 @@ def attended(
     """
     done, together = UINT(0), UINT(seen[8])
     groups = (UINT(kv) + together - UINT(1)) // together
-    all_, own = UINT(count) * groups, UINT(scratch) + UINT(4 * AT_ONCE * WIDTH)
+    all_, own = UINT(count) * groups, UINT(scratch) + UINT(SUMS_BYTES)
     while True:
         unit = claimed(UINT(board), UINT(phase))
         if unit >= all_:
@@ -285,6 +310,9 @@ def attended(
     finish(UINT(board), UINT(phase), done, all_)
 
 
-def own_bytes(attending: int) -> int:
-    """Return how many bytes a thread works in; attending: what attend works in."""
-    return 4 * AT_ONCE * WIDTH + attending
+def own_bytes(attending: int = 0, rows: int = 0, inputs: int = 0) -> int:
+    """Return how many bytes a thread works in; attending: what attend works in; rows, inputs: the most of a
+    product.
+    """
+    widened = 4 * min(rows, ROWS) * inputs if WIDENED else 0
+    return SUMS_BYTES + max(attending, widened)
