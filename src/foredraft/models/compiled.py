@@ -172,8 +172,11 @@ def _described(weights: _Weights, layer: str, is_gemma: bool) -> Iterator[int]:
 
 
 def can_compile(target: HFCausal) -> bool:
-    """True for an architecture known here, in bfloat16 on a CPU, of widths that the kernels take."""
-    return target.dtype == torch.bfloat16 and can_fuse(target) and Outline.of(target) is not None
+    """True for an architecture known here, in bfloat16 on a CPU that has what the kernels are made of, of
+    widths that they take.
+    """
+    known = target.dtype == torch.bfloat16 and kernels.IS_QUICK and can_fuse(target)
+    return known and Outline.of(target) is not None
 
 
 def compile_layers(slow: HFCausal) -> CompiledCausal | None:

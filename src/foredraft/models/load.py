@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from foredraft.errors import ConfigError, ModelError
-from foredraft.models import outline
+from foredraft.models import kernels, outline
 from foredraft.models.bucketed import bucket, can_bucket
 from foredraft.models.compiled import CompiledCausal, can_compile, compile_layers
-from foredraft.models.fused import can_fuse, fuse
+from foredraft.models.fused import KINDS, can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, pack_linears
 
@@ -46,6 +46,9 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     kept = _dtype(dtype, config, where)
     there = None if ids is None else ids.to(where)
     target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
+    # Where torch has no fast products in bfloat16, only the kernels are worth that precision.
+    if dtype == "auto" and _is_slow(kept, where) and not (fused and can_compile(target)):
+        return load_target(path, dtype="float32", device=device, fused=fused)
     ways = ((can_compile, compile_layers), (can_fuse, fuse), (can_bucket, bucket))
     make = next((make for can, make in ways if can(target)), None)
     if fused and make is not None:
@@ -55,6 +58,8 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
         if fast is not None:
             return fast
         _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)
+        if dtype == "auto" and _is_slow(kept, where):
+            return load_target(path, dtype="float32", device=device)
         target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
     if can_pack(target.dtype, where):
         pack_linears(target.model)
@@ -111,13 +116,19 @@ def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
     if name == "auto":
         stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         kept = stored if isinstance(stored, torch.dtype) else _DTYPES.get(str(stored), torch.float32)
-        slow = device.type == "cpu" and kept != torch.float32 and not can_pack(torch.bfloat16, device)
-        if slow or kept not in _DTYPES.values():
-            return torch.float32
-        return torch.bfloat16 if device.type == "cpu" and kept == torch.float16 else kept
+        if device.type == "cpu" and kept == torch.float16:
+            kept = torch.bfloat16
+        has_kernels = kernels.IS_QUICK and config.model_type in KINDS
+        slow = _is_slow(kept, device) and not has_kernels
+        return torch.float32 if slow or kept not in _DTYPES.values() else kept
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
+
+
+def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    """True where torch multiplies in a precision more slowly than in float32."""
+    return device.type == "cpu" and dtype != torch.float32 and not can_pack(dtype, device)
 
 
 def _device(name: str) -> torch.device:

@@ -18,7 +18,7 @@ from foredraft.models.kernels.dense import WIDTH, in_bytes, interleaved, laid_ou
 from foredraft.models.kernels.head import LEVEL_PHASES, run_head
 from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
 from foredraft.models.kernels.numbers import LOG2E
-from foredraft.models.kernels.pairs import PROCESSOR
+from foredraft.models.kernels.pairs import IS_QUICK, PROCESSOR
 from foredraft.models.kernels.phases import PUT, PUT_GELU, PUT_SILU, attended, own_bytes, product
 from foredraft.models.kernels.share import PHASE_BYTES
 from foredraft.models.kernels.sight import UNIT, lay_out
@@ -39,6 +39,7 @@ __all__ = [
     "ENDING",
     "FED",
     "FOUND",
+    "IS_QUICK",
     "LEAST",
     "LEVELS",
     "LEVEL_PHASES",

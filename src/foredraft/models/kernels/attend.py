@@ -23,9 +23,10 @@ from foredraft.models.kernels.numbers import (
     floats,
     halves,
     ints,
+    load,
     to_half,
 )
-from foredraft.models.kernels.pairs import pair_sums
+from foredraft.models.kernels.pairs import WIDENED, pair_sums
 
 AT_ONCE = 4  # queries, as reading keys and values takes longer than multiplying
 LEAST = 8  # numbers of a value that are mixed at once, at least
@@ -36,6 +37,8 @@ _mix_middle = pair_sums(AT_ONCE, 1, 16, fresh=False)
 _mix_least = pair_sums(AT_ONCE, 1, LEAST, fresh=False)
 _add_middle, _add_least = (pair_sums(1, 1, lanes, fresh=False) for lanes in (16, LEAST))
 _SIDE_BY_SIDE, _NEAR_BYTES = 4, 1 << 20
+_SIZE = 4 if WIDENED else 2  # bytes of a query's number, and of what a value is multiplied by
+_numbers = floats if WIDENED else halves
 _NONE, _FAR = UINT(0), UINT(1) << UINT(40)
 
 
@@ -58,6 +61,12 @@ def _softmax(scores: Any, first: Any, last: Any, scale: Any) -> Any:
 
 
 @njit(inline="always")
+def _stored(half: Any) -> Any:
+    """A bfloat16 as `_numbers` hold it."""
+    return load(half) if WIDENED else half
+
+
+@njit(inline="always")
 def _sight(ends: Any, begins: Any, row: Any, window: Any) -> Any:
     """Return what a row sees: from where on, how many positions in a row from the text's beginning, where its
     tail begins, how many that are, and where its text ends.
@@ -73,11 +82,11 @@ def _sight(ends: Any, begins: Any, row: Any, window: Any) -> Any:
 def _rounded(scores: Any, weights: Any, first: Any, last: Any, end: Any) -> None:
     """Weights of all positions before `end`: rounded scores from first to last, elsewhere nothing."""
     for j in range(first):
-        weights[j] = U16(0)
+        weights[j] = _stored(U16(0))
     for j in range(first, last):
-        weights[j] = to_half(scores[j])
+        weights[j] = _stored(to_half(scores[j]))
     for j in range(last, end):
-        weights[j] = U16(0)
+        weights[j] = _stored(U16(0))
 
 
 @njit(inline="always")
@@ -161,27 +170,27 @@ def attend(
     row0, rows, first_slot, length = UINT(of[0]), UINT(of[1]), UINT(of[2]), UINT(of[3])
     n, m, cap_, two, four = UINT(dim), UINT(value_dim), UINT(cap), UINT(2), UINT(4)
     share, block, many = UINT(heads) // UINT(kv), UINT(BLOCK), UINT(together)
-    whole = many * (UINT(most) + UINT(AT_ONCE - 1))
+    number, whole = UINT(_SIZE), many * (UINT(most) + UINT(AT_ONCE - 1))
     count = rows * share
     scores_at = UINT(scratch)
     mixed_at = scores_at + whole * cap_ * four
     sums_at = mixed_at + whole * m * four
     query_at = sums_at + whole * four
-    weights_at = query_at + whole * n * two
-    path_at = weights_at + whole * cap_ * two
+    weights_at = query_at + whole * n * number
+    path_at = weights_at + whole * cap_ * number
     own_at = path_at + (UINT(longest) + four) * m * two
-    x, query = carray(halves(q), (_FAR,)), carray(halves(query_at), (_FAR,))
+    x, query = carray(halves(q), (_FAR,)), carray(_numbers(query_at), (_FAR,))
     scores, sums = carray(floats(scores_at), (_FAR,)), carray(floats(sums_at), (_FAR,))
     mixed, o = carray(floats(mixed_at), (_FAR,)), carray(halves(out), (_FAR,))
-    weights, path = carray(halves(weights_at), (_FAR,)), carray(halves(path_at), (_FAR,))
-    own = carray(halves(own_at), (_FAR,))
+    weights, path = carray(_numbers(weights_at), (_FAR,)), carray(halves(path_at), (_FAR,))
+    own = carray(_numbers(own_at), (_FAR,))
     # Of each head so many queries, the last one again, beside itself, until they are whole fours.
     padded = (count + UINT(AT_ONCE - 1)) // UINT(AT_ONCE) * UINT(AT_ONCE)
     for g in range(many * padded):
         source, of_head = min(g % padded, count - UINT(1)), UINT(head) + g // padded
         base = (row0 + source // share) * UINT(q_row) + (of_head * share + source % share) * UINT(q_head)
         for d in range(n):
-            query[g * n + d] = x[base + d]
+            query[g * n + d] = _stored(x[base + d])
     blocks = (length + block - UINT(1)) // block
     key_size, value_size = n * block * two, m * block * two
     for c in range(blocks):
@@ -189,7 +198,15 @@ def attend(
         for g in range(UINT(0), many * padded, UINT(AT_ONCE)):
             key, to = held + g // padded * key_size, scores_at + (g * cap_ + c * block) * four
             _scores(
-                query_at + g * n * two, n * two, key, block * four, n // two, to, cap_ * four, _NONE, _NONE
+                query_at + g * n * number,
+                n * number,
+                key,
+                block * four,
+                n // two,
+                to,
+                cap_ * four,
+                _NONE,
+                _NONE,
             )
     low, high = blocks, UINT(0)  # the blocks that are mixed
     for g in range(many * padded):
@@ -207,8 +224,8 @@ def attend(
     for c in range(low, high):
         held = UINT(values) + (UINT(at[first_slot + c * block]) // block * UINT(kv) + UINT(head)) * value_size
         for g in range(UINT(0), many * padded, UINT(AT_ONCE)):
-            weight, to = weights_at + (g * cap_ + c * block) * two, mixed_at + g * m * four
-            _mix(held + g // padded * value_size, m * four, weight, cap_ * two, block // two, to, m)
+            weight, to = weights_at + (g * cap_ + c * block) * number, mixed_at + g * m * four
+            _mix(held + g // padded * value_size, m * four, weight, cap_ * number, block // two, to, m)
     where = (UINT(kv) * block * m, m)
     for g in range(many * padded):
         if g % padded >= count:
@@ -224,7 +241,7 @@ def attend(
                 _path(held_values, where, at[first_slot:], seen, others, begin, last, path)
             for j in range(start, start + two * pairs):
                 inside = first <= j < last
-                own[j - start] = to_half(scores[g * cap_ + j]) if inside else U16(0)
+                own[j - start] = _stored(to_half(scores[g * cap_ + j]) if inside else U16(0))
             _mix_own(path_at, own_at, pairs, mixed_at + g * m * four, m)
         base = (row * UINT(heads) + of_head * share + its_share) * m
         inverse = F32(1) / sums[g]
@@ -243,4 +260,5 @@ def heads_together(count: int, kv_heads: int, cap: int, most: int, threads: int)
 def scratch_size(dim: int, value_dim: int, cap: int, most: int, longest: int, together: int) -> int:
     """Return how many bytes `attend` works in."""
     whole = together * (most + AT_ONCE - 1)
-    return whole * (4 * (cap + value_dim + 1) + 2 * (dim + cap)) + 2 * (longest + 4) * (value_dim + 1)
+    path = (longest + 4) * (2 * value_dim + _SIZE)
+    return whole * (4 * (cap + value_dim + 1) + _SIZE * (dim + cap)) + path

@@ -15,9 +15,8 @@ from numba import njit
 from torch import Tensor
 
 from foredraft.models.kernels.numbers import OPTIONS, UINT
-from foredraft.models.kernels.pairs import HAS_PAIRS, IS_WIDE, pair_sums
+from foredraft.models.kernels.pairs import HAS_PAIRS, IS_WIDE, WIDENED, pair_sums
 
-WIDENED = not HAS_PAIRS
 # Where sums by pairs are fast, asking for the next tile while one is multiplied was slower.
 ASKS = WIDENED
 _LANES, _VECTORS = 16, 3 if HAS_PAIRS or IS_WIDE else 2
@@ -27,7 +26,7 @@ AT_ONCE = 8 if HAS_PAIRS or IS_WIDE else 4  # as many sums as there are register
 SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE) * WIDTH
 _ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
 _one, _two, _three, _four, _five, _six, _seven, _eight = (
-    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_floats=WIDENED, asks=ASKS) for rows in range(1, 9)
+    pair_sums(rows, _VECTORS, _LANES, fresh=True, asks=ASKS) for rows in range(1, 9)
 )
 
 
@@ -57,8 +56,7 @@ def tile_sums(
 
 
 _one_small, _two_small, _three_small, _four_small = (
-    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_bytes=True, of_floats=WIDENED, asks=ASKS)
-    for rows in range(1, 5)
+    pair_sums(rows, _VECTORS, _LANES, fresh=True, of_bytes=True, asks=ASKS) for rows in range(1, 5)
 )
 
 

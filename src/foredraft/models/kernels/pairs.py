@@ -19,7 +19,12 @@ from numba.extending import intrinsic
 FEATURES = binding.get_host_cpu_features() if config.CPU_NAME is None else {}
 PROCESSOR = config.CPU_NAME or binding.get_host_cpu_name()
 HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
+WIDENED = not HAS_PAIRS  # then weights are float32
 IS_WIDE = bool(FEATURES.get("avx512f"))  # 32 registers of 16 numbers
+_ON_X86 = binding.get_process_triple().startswith("x86")
+IS_QUICK = (
+    bool(FEATURES.get("fma")) or config.CPU_NAME is not None or not _ON_X86
+)  # has what sums are made by
 _LANES, _HELD = 8, 8  # elsewhere: numbers of a register, and registers that hold sums
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
 _HALF, _BYTE = ir.IntType(16), ir.IntType(8)
@@ -72,28 +77,17 @@ def _grow_by_pairs(
 
 
 def _grow_widened(
-    build: Any,
-    lanes: int,
-    numbers: list[Any],
-    firsts: list[Any],
-    index: Any,
-    held: list[list[Any]],
-    of_floats: bool,
+    build: Any, lanes: int, numbers: list[Any], firsts: list[Any], index: Any, held: list[list[Any]]
 ) -> None:
     floats, words = floats_of(lanes), words_of(lanes)
     fma = cgutils.get_or_insert_function(
         build.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fma.v{lanes}f32"
     )
-    offset = build.mul(index, index.type(8 if of_floats else 4))
     for by, cut, behind in ((build.and_, _HIGH, 4), (build.shl, 16, 0)):
         wide = [build.bitcast(by(some, ir.Constant(words, [cut] * lanes)), floats) for some in numbers]
+        offset = build.add(build.mul(index, index.type(8)), index.type(behind))
         for first, own in zip(firsts, held, strict=True):
-            if of_floats:
-                where = build.add(offset, index.type(behind))
-                weight = build.load(at(build, first, where, FLOAT), align=4)
-            else:
-                pair = build.load(at(build, first, offset, WORD), align=4)
-                weight = build.bitcast(by(pair, WORD(cut)), FLOAT)
+            weight = build.load(at(build, first, offset, FLOAT), align=4)
             weights = _spread(build, lanes, weight, floats)
             for some, sum_ in zip(wide, own, strict=True):
                 build.store(build.call(fma, [some, weights, build.load(sum_)]), sum_)
@@ -133,7 +127,6 @@ def pair_sums(
     *,
     fresh: bool,
     of_bytes: bool = False,
-    of_floats: bool = False,
     asks: bool = False,
 ) -> Any:
     """Return a kernel of so many sums, each of `vectors` times `lanes` numbers.
@@ -141,9 +134,9 @@ def pair_sums(
     kernel(weights, apart, rows, stride, count, out, out_apart, ahead, step), addresses and bytes: sum g,
     float32 from out + g * out_apart on, grows by pair i of weights + g * apart times row i, `stride` behind
     row i - 1, a pair a number, one row after another; a fresh sum begins at zero. Every number of a sum
-    depends on its own column and weights alone. of_bytes: a number of a row is a byte below 128, and counts
-    128 more. of_floats: weights are float32, which they must not be where pairs are not widened. asks: with
-    every row memory is asked for what will be read next, from `ahead` on, `step` further each time.
+    depends on its own column and weights alone. Weights are float32 if WIDENED, else bfloat16. of_bytes: a
+    number of a row is a byte below 128, and counts 128 more. asks: with every row memory is asked for what
+    will be read next, from `ahead` on, `step` further each time.
     """
     lanes, parts = _parts(sums, vectors, lanes)
 
@@ -192,7 +185,7 @@ def pair_sums(
                     if HAS_PAIRS:
                         _grow_by_pairs(build, lanes, numbers, firsts, loop.index, held)
                     else:
-                        _grow_widened(build, lanes, numbers, firsts, loop.index, held, of_floats)
+                        _grow_widened(build, lanes, numbers, firsts, loop.index, held)
                 for g, own in enumerate(held):
                     for t, sum_ in zip(part, own, strict=True):
                         build.store(build.load(sum_), place(g, t), align=4)

@@ -15,7 +15,6 @@ from foredraft.models.kernels.dense import (
     OFFSET,
     SMALL_AT_ONCE,
     SUMS_BYTES,
-    WIDENED,
     WIDTH,
     byte_sums,
     tile_sums,
@@ -34,6 +33,7 @@ from foredraft.models.kernels.numbers import (
     to_half,
 )
 from foredraft.models.kernels.one_row import copied, grown, normed_row, turn_and_write
+from foredraft.models.kernels.pairs import WIDENED
 from foredraft.models.kernels.share import claimed, finish
 
 ROWS = 64  # of a product that are one unit
