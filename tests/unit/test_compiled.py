@@ -4,12 +4,14 @@ batch shape and hidden state, whatever the processor; and a row's bits depend on
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import subprocess
 import sys
 from pathlib import Path
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ import tiny_models
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache
 from foredraft.engine.pool import BLOCK, BlockTable
-from foredraft.models import HFCausal, kernels, load_target
+from foredraft.models import HFCausal, kernels, load, load_target
 from foredraft.models.compiled import CompiledCausal
 from foredraft.models.fused import FusedCausal
 from foredraft.types import NO_DRAFT, Draft, chain
@@ -154,3 +156,26 @@ def test_what_cannot_be_laid_out_is_fused_only(tmp_path: Path) -> None:
     """Heads of four numbers are too narrow for the kernels."""
     path = tiny_models.build("llama", tmp_path, head_dim=4)
     assert type(load_target(path, dtype="bfloat16", device="cpu")) is FusedCausal
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "quick", "wanted"),
+    [
+        ("llama", {}, True, CompiledCausal),
+        ("llama", {}, False, FusedCausal),
+        ("llama", {"head_dim": 4}, True, FusedCausal),
+        ("gpt2", {}, True, HFCausal),
+    ],
+)
+def test_auto_is_bfloat16_where_something_is_fast_with_it(
+    name: str, changes: dict[str, int], quick: bool, wanted: type, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """On a processor for which torch has no products in bfloat16, these are the kernels, or nothing."""
+    path = tiny_models.build(name, tmp_path, **changes)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    monkeypatch.setattr(load, "can_pack", lambda dtype, device: False)
+    monkeypatch.setattr(kernels, "IS_QUICK", quick)
+    target = load_target(path, device="cpu")
+    assert type(target) is wanted
+    assert target.dtype == (torch.bfloat16 if wanted is CompiledCausal else torch.float32)

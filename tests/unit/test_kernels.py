@@ -147,7 +147,7 @@ def product(x: Tensor, weight: Tensor, outputs: int, how: int) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("rows", [1, 5, 8, 33])
+@pytest.mark.parametrize("rows", [1, 5, 8, 33, 150])
 @pytest.mark.parametrize(("outputs", "inputs"), [(48, 2), (50, 576), (1, 1000)])
 def test_products(rows: int, outputs: int, inputs: int) -> None:
     x, weight = bf16(rows, inputs), bf16(outputs, inputs, seed=1)
