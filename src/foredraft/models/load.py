@@ -16,7 +16,7 @@ from foredraft.models.bucketed import bucket, can_bucket
 from foredraft.models.compiled import CompiledCausal, can_compile, compile_layers
 from foredraft.models.fused import KINDS, can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
-from foredraft.models.packed import can_pack, pack_linears
+from foredraft.models.packed import can_pack, is_slow, pack_linears
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFT_VOCABULARY = "draft_vocabulary.safetensors"  # beside a model that drafts from some tokens only
@@ -47,7 +47,7 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     there = None if ids is None else ids.to(where)
     target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
     # Where torch has no fast products in bfloat16, only the kernels are worth that precision.
-    if dtype == "auto" and _is_slow(kept, where) and not (fused and can_compile(target)):
+    if dtype == "auto" and is_slow(kept, where) and not (fused and can_compile(target)):
         return load_target(path, dtype="float32", device=device, fused=fused)
     ways = ((can_compile, compile_layers), (can_fuse, fuse), (can_bucket, bucket))
     make = next((make for can, make in ways if can(target)), None)
@@ -58,7 +58,7 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
         if fast is not None:
             return fast
         _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)
-        if dtype == "auto" and _is_slow(kept, where):
+        if dtype == "auto" and is_slow(kept, where):
             return load_target(path, dtype="float32", device=device)
         target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
     if can_pack(target.dtype, where):
@@ -119,16 +119,11 @@ def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
         if device.type == "cpu" and kept == torch.float16:
             kept = torch.bfloat16
         has_kernels = kernels.IS_QUICK and config.model_type in KINDS
-        slow = _is_slow(kept, device) and not has_kernels
+        slow = is_slow(kept, device) and not has_kernels
         return torch.float32 if slow or kept not in _DTYPES.values() else kept
     if name not in _DTYPES:
         raise ConfigError(f"dtype={name!r} is unknown: use auto, {', '.join(_DTYPES)}")
     return _DTYPES[name]
-
-
-def _is_slow(dtype: torch.dtype, device: torch.device) -> bool:
-    """True where torch multiplies in a precision more slowly than in float32."""
-    return device.type == "cpu" and dtype != torch.float32 and not can_pack(dtype, device)
 
 
 def _device(name: str) -> torch.device:

@@ -23,6 +23,11 @@ def can_pack(dtype: torch.dtype, device: torch.device) -> bool:
     return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def is_slow(dtype: torch.dtype, device: torch.device) -> bool:
+    """True where torch multiplies in a precision more slowly than in float32."""
+    return device.type == "cpu" and dtype != torch.float32 and not can_pack(dtype, device)
+
+
 class PackedLinear(nn.Module):
     """y = x W^T + b with a packed W. Inference only; the weight cannot be read back."""
 

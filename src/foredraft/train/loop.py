@@ -16,6 +16,7 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from foredraft.errors import CheckpointError
+from foredraft.models.packed import is_slow
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch, batches, stack
 from foredraft.train.processes import processes
@@ -160,7 +161,8 @@ class _Run:
 
     def _step(self, batch: Batch) -> Tensor:
         """Learn from a batch; return the share of right guesses of each level."""
-        with torch.autocast(self.processes.device.type, torch.bfloat16):
+        device = self.processes.device
+        with torch.autocast(device.type, torch.bfloat16, enabled=not is_slow(torch.bfloat16, device)):
             loss, right = self.loss(batch, self.done.epoch)
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.parameters, 1.0)
