@@ -22,12 +22,33 @@ ASKS = WIDENED
 _LANES, _VECTORS = 16, 3 if HAS_PAIRS or IS_WIDE else 2
 WIDTH = _LANES * _VECTORS
 SMALL_AT_ONCE, OFFSET = 4, 128 + 64
-AT_ONCE = 8 if HAS_PAIRS or IS_WIDE else 4  # as many sums as there are registers for
+AT_ONCE = 8 if HAS_PAIRS or IS_WIDE else 6  # as many sums as there are registers for
 SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE) * WIDTH
 _ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
 _one, _two, _three, _four, _five, _six, _seven, _eight = (
     pair_sums(rows, _VECTORS, _LANES, fresh=True, asks=ASKS) for rows in range(1, 9)
 )
+
+
+@njit(inline="always")
+def share_of(left: Any, small: Any) -> Any:
+    """Return how many of so many rows are multiplied next, by tiles of bytes if `small`. With few registers
+    four and five are the fastest.
+    """
+    most = UINT(SMALL_AT_ONCE) if small else UINT(AT_ONCE)
+    if left <= most or AT_ONCE == 8 or small:
+        return min(left, most)
+    return UINT(5) if UINT(9) <= left <= UINT(10) else UINT(4)
+
+
+@njit(inline="always")
+def shares_of(left: Any, small: Any) -> Any:
+    """Return in how many shares so many rows are multiplied."""
+    shares = UINT(0)
+    while left:
+        left -= share_of(left, small)
+        shares += UINT(1)
+    return shares
 
 
 @njit(**OPTIONS)

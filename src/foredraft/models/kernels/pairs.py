@@ -25,9 +25,9 @@ _ON_X86 = binding.get_process_triple().startswith("x86")
 IS_QUICK = (
     bool(FEATURES.get("fma")) or config.CPU_NAME is not None or not _ON_X86
 )  # has what sums are made by
-_LANES, _HELD = 8, 8  # elsewhere: numbers of a register, and registers that hold sums
+_LANES = 8  # elsewhere: numbers of a register
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
-_HALF, _BYTE = ir.IntType(16), ir.IntType(8)
+_HALF, _BYTE, _LONG = ir.IntType(16), ir.IntType(8), ir.IntType(64)
 _FROM_128 = 0x4300  # the bits of 128 in bfloat16, whose last seven are what is above it
 _HIGH = 0xFFFF0000 - (1 << 32)  # the upper half of a word: of a pair, the second one
 
@@ -116,7 +116,7 @@ def _parts(sums: int, vectors: int, lanes: int) -> tuple[int, list[range]]:
     if HAS_PAIRS or IS_WIDE:
         return lanes, [range(vectors)]
     narrow = min(lanes, _LANES)
-    every, some = vectors * lanes // narrow, max(1, _HELD // sums)
+    every, some = vectors * lanes // narrow, 4 if sums <= 2 else 2  # so that registers hold all
     return narrow, [range(first, min(first + some, every)) for first in range(0, every, some)]
 
 
@@ -139,6 +139,7 @@ def pair_sums(
     will be read next, from `ahead` on, `step` further each time.
     """
     lanes, parts = _parts(sums, vectors, lanes)
+    size = (2 if of_bytes else 4) * lanes
 
     def read(build: Any, rows: Any, offset: Any) -> Any:
         if not of_bytes:
@@ -147,6 +148,41 @@ def pair_sums(
         small = build.load(at(build, rows, offset, ir.VectorType(_BYTE, 2 * lanes)), align=2)
         wide = build.or_(build.zext(small, halves), ir.Constant(halves, [_FROM_128] * 2 * lanes))
         return build.bitcast(wide, words_of(lanes))
+
+    def function(module: Any, some: int) -> Any:
+        """A function of its own, into which nothing else is compiled, for so many vectors: the sums of one
+        loop then have all registers.
+        """
+        name = f"pair_sums.{sums}.{some}.{lanes}.{fresh:d}{of_bytes:d}{asks:d}"
+        made = cgutils.get_or_insert_function(module, ir.FunctionType(ir.VoidType(), [_LONG] * 9), name)
+        if not made.is_declaration:
+            return made
+        made.linkage = "internal"
+        made.attributes.add("noinline")
+        build = ir.IRBuilder(made.append_basic_block())
+        weights, apart, rows, stride, count, out, out_apart, ahead, step = made.args
+        floats = floats_of(lanes)
+
+        def place(g: int, t: int) -> Any:
+            offset = build.add(build.mul(_LONG(g), out_apart), _LONG(4 * t * lanes))
+            return at(build, out, offset, floats)
+
+        held = []
+        for g in range(sums):
+            begins = [zeros(lanes) if fresh else build.load(place(g, t), align=4) for t in range(some)]
+            held.append([cgutils.alloca_once_value(build, begin) for begin in begins])
+        firsts = [build.add(weights, build.mul(_LONG(g), apart)) for g in range(sums)]
+        with cgutils.for_range(build, count) as loop:
+            if asks:
+                _ask(build, at(build, ahead, build.mul(loop.index, step), _BYTE))
+            row = build.mul(loop.index, stride)
+            numbers = [read(build, rows, build.add(row, _LONG(t * size))) for t in range(some)]
+            (_grow_by_pairs if HAS_PAIRS else _grow_widened)(build, lanes, numbers, firsts, loop.index, held)
+        for g, own in enumerate(held):
+            for t, sum_ in enumerate(own):
+                build.store(build.load(sum_), place(g, t), align=4)
+        build.ret_void()
+        return made
 
     @intrinsic
     def kernel(
@@ -163,32 +199,13 @@ def pair_sums(
     ) -> Any:
         def generate(context: Any, build: Any, _signature: Any, args: Any) -> Any:
             weights, apart, rows, stride, count, out, out_apart, ahead, step = args
-            number, floats = count.type, floats_of(lanes)
-
-            def place(g: int, t: int) -> Any:
-                offset = build.add(build.mul(number(g), out_apart), number(4 * t * lanes))
-                return at(build, out, offset, floats)
-
-            firsts = [build.add(weights, build.mul(number(g), apart)) for g in range(sums)]
-            for turn, part in enumerate(parts):
-                held = []
-                for g in range(sums):
-                    begins = [zeros(lanes) if fresh else build.load(place(g, t), align=4) for t in part]
-                    held.append([cgutils.alloca_once_value(build, begin) for begin in begins])
-                with cgutils.for_range(build, count) as loop:
-                    row = build.mul(loop.index, stride)
-                    if asks:
-                        asked = build.add(loop.index, build.mul(count, number(turn)))
-                        _ask(build, at(build, ahead, build.mul(asked, step), _BYTE))
-                    size = (2 if of_bytes else 4) * lanes
-                    numbers = [read(build, rows, build.add(row, number(t * size))) for t in part]
-                    if HAS_PAIRS:
-                        _grow_by_pairs(build, lanes, numbers, firsts, loop.index, held)
-                    else:
-                        _grow_widened(build, lanes, numbers, firsts, loop.index, held)
-                for g, own in enumerate(held):
-                    for t, sum_ in zip(part, own, strict=True):
-                        build.store(build.load(sum_), place(g, t), align=4)
+            each = build.mul(count, step)
+            for part in parts:
+                columns = build.add(rows, _LONG(part.start * size))
+                to = build.add(out, _LONG(4 * part.start * lanes))
+                told = (weights, apart, columns, stride, count, to, out_apart, ahead, step)
+                build.call(function(build.module, len(part)), told)
+                ahead = build.add(ahead, each)
             return context.get_dummy_value()
 
         return types.void(*[types.uintp] * 9), generate

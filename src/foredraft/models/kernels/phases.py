@@ -11,12 +11,12 @@ from numba import carray, njit
 from foredraft.models.kernels.attend import attend
 from foredraft.models.kernels.dense import (
     ASKS,
-    AT_ONCE,
     OFFSET,
-    SMALL_AT_ONCE,
     SUMS_BYTES,
     WIDTH,
     byte_sums,
+    share_of,
+    shares_of,
     tile_sums,
 )
 from foredraft.models.kernels.numbers import (
@@ -139,8 +139,7 @@ def product(
     width = UINT(HALF) if gated else UINT(WIDTH)
     count, chunks = (outputs + width - UINT(1)) // width, (rows + UINT(ROWS - 1)) // UINT(ROWS)
     done, units, apart, pairs = UINT(0), count * chunks, inputs * UINT(2), inputs // UINT(2)
-    at_once, held = UINT(SMALL_AT_ONCE) if scales else UINT(AT_ONCE), chunks
-    stride = UINT(2 * WIDTH) if scales else UINT(4 * WIDTH)
+    held, stride = chunks, UINT(2 * WIDTH) if scales else UINT(4 * WIDTH)
     room, size, wide = scratch + UINT(SUMS_BYTES), pairs * stride, apart * UINT(2) if WIDENED else apart
     # The next unit is claimed early where its weights are to be asked for meanwhile.
     unit = claimed(board, phase)
@@ -158,11 +157,12 @@ def product(
         weight, next_ = weights + tile * size, weights
         if following < units:
             next_ += following % count * size
-        step = stride // UINT(2) // ((last - first + at_once - UINT(1)) // at_once)
-        for row in range(first, last, at_once):
-            few, from_row = min(at_once, last - row), x + row * apart
+        step = stride // UINT(2) // shares_of(last - first, scales)
+        row, ahead = first, next_
+        while row < last:
+            few = share_of(last - row, scales)
+            from_row = x + row * apart
             read = room + (row - first) * wide if WIDENED else from_row
-            ahead = next_ + (row - first) // at_once * pairs * UINT(2) * step
             if scales:
                 byte_sums(read, wide, few, weight, pairs, scratch, ahead, step)
                 _scaled(scratch, from_row, few, inputs, scales + tile * UINT(4 * WIDTH))
@@ -177,6 +177,7 @@ def product(
                 _put_floats(scratch, from_, few, some, out + (row * outputs + column) * UINT(4), outputs)
             else:
                 _put_more(scratch, from_, few, some, to, outputs)
+            row, ahead = row + few, ahead + pairs * UINT(2) * step
         unit = following if ASKS else claimed(board, phase)
     finish(board, phase, done, units)
 
