@@ -33,7 +33,7 @@ def model_option(panel: str) -> Any:
 
 def dtype_option(panel: str) -> Any:
     """Return the option that says in which precision it runs."""
-    return option(panel, "auto, float32, bfloat16 or float16.")
+    return option(panel, "auto (as stored, where that is fast), float32, bfloat16 or float16.")
 
 
 @dataclass(frozen=True)
