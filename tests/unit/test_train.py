@@ -24,6 +24,7 @@ from foredraft.train import collect as collecting
 from foredraft.train import loop
 from foredraft.train import run as training
 from foredraft.train.collect import AnswerFile
+from foredraft.train.eagle import EagleLoss
 from foredraft.train.loop import Plan
 from foredraft.train.medusa2 import NOTICE, TARGET
 from foredraft.train.prompts import load_prompts
@@ -155,6 +156,22 @@ def test_a_target_that_has_not_learned_is_the_old_one(
     assert record["mean_kl"] < 1e-3  # the states on file are rounded to bfloat16
     with pytest.raises(ConfigError, match="trains the heads alone: use 2 or more"):
         run("medusa2", prompts, model, tmp_path / "one", replace(options, epochs=1))
+
+
+@pytest.mark.parametrize("slow", [True, False])
+def test_training_is_in_bfloat16_where_that_is_not_slower(
+    slow: bool, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, forward = set(), EagleLoss.forward
+
+    def watched(self: EagleLoss, *args: Any) -> Any:
+        seen.add(torch.is_autocast_enabled("cpu"))
+        return forward(self, *args)
+
+    monkeypatch.setattr(loop, "is_slow", lambda dtype, device: slow)
+    monkeypatch.setattr(EagleLoss, "forward", watched)
+    run("eagle", prompts, model, tmp_path, Options(epochs=1, max_tokens=8, draft_vocab_size=50, limit=8))
+    assert seen == {not slow}
 
 
 @pytest.mark.parametrize(("kind", "killed_at"), [("eagle", 2), ("medusa2", 6)])
