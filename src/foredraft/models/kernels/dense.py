@@ -25,8 +25,8 @@ SMALL_AT_ONCE, OFFSET = 4, 128 + 64
 AT_ONCE = 8 if HAS_PAIRS or IS_WIDE else 6  # as many sums as there are registers for
 SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE) * WIDTH
 _ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
-_one, _two, _three, _four, _five, _six, _seven, _eight = (
-    pair_sums(rows, _VECTORS, _LANES, fresh=True, asks=ASKS) for rows in range(1, 9)
+_one, _two, _three, _four, _five, _six, _seven, _eight = (  # those of more than AT_ONCE are never called
+    pair_sums(min(rows, AT_ONCE), _VECTORS, _LANES, fresh=True, asks=ASKS) for rows in range(1, 9)
 )
 
 

@@ -41,6 +41,14 @@ def copied(source: Any, target: Any, width: Any) -> None:
 
 
 @njit(fastmath=STEADY, **OPTIONS)
+def widened(x: Any, width: Any, out: Any) -> None:
+    """out = x in float32, so many numbers, by address."""
+    a, o = carray(halves(x), (width,)), carray(floats(out), (width,))
+    for i in range(width):
+        o[i] = load(a[i])
+
+
+@njit(fastmath=STEADY, **OPTIONS)
 def turn_and_write(
     qkv: Any, cos: Any, sin: Any, slot: Any, keys: Any, values: Any, queries: Any, kv: Any, dim: Any
 ) -> None:

@@ -22,9 +22,9 @@ HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
 WIDENED = not HAS_PAIRS  # then weights are float32
 IS_WIDE = bool(FEATURES.get("avx512f"))  # 32 registers of 16 numbers
 _ON_X86 = binding.get_process_triple().startswith("x86")
-IS_QUICK = (
-    bool(FEATURES.get("fma")) or config.CPU_NAME is not None or not _ON_X86
-)  # has what sums are made by
+# Has the instruction that sums grow by; without it each is a call.
+_WITHOUT = {None, "generic", "x86-64", "x86-64-v2"}
+IS_QUICK = bool(FEATURES.get("fma")) or config.CPU_NAME not in _WITHOUT or not _ON_X86
 _LANES = 8  # elsewhere: numbers of a register
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
 _HALF, _BYTE, _LONG = ir.IntType(16), ir.IntType(8), ir.IntType(64)
@@ -121,13 +121,7 @@ def _parts(sums: int, vectors: int, lanes: int) -> tuple[int, list[range]]:
 
 
 def pair_sums(
-    sums: int,
-    vectors: int,
-    lanes: int,
-    *,
-    fresh: bool,
-    of_bytes: bool = False,
-    asks: bool = False,
+    sums: int, vectors: int, lanes: int, *, fresh: bool, of_bytes: bool = False, asks: bool = False
 ) -> Any:
     """Return a kernel of so many sums, each of `vectors` times `lanes` numbers.
 

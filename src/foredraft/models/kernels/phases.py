@@ -32,7 +32,7 @@ from foredraft.models.kernels.numbers import (
     load,
     to_half,
 )
-from foredraft.models.kernels.one_row import copied, grown, normed_row, turn_and_write
+from foredraft.models.kernels.one_row import copied, grown, normed_row, turn_and_write, widened
 from foredraft.models.kernels.pairs import WIDENED
 from foredraft.models.kernels.share import claimed, finish
 
@@ -103,14 +103,6 @@ def _put_gated(sums: Any, bias: Any, rows: Any, some: Any, out: Any, apart: Any,
                 o[row * apart + i] = to_half(gate / (F32(1) + exp2(gate * F32(-LOG2E))) * up)
 
 
-@njit(fastmath=STEADY, **OPTIONS)
-def _widen(x: Any, count: Any, out: Any) -> None:
-    """out = x, so many numbers, in float32."""
-    a, o = carray(halves(x), (_FAR,)), carray(floats(out), (_FAR,))
-    for i in range(count):
-        o[i] = load(a[i])
-
-
 PUT, PUT_MORE, PUT_FLOATS, PUT_SILU, PUT_GELU = range(5)  # what becomes of sums
 
 
@@ -152,7 +144,7 @@ def product(
         column, from_ = tile * width, bias + tile * UINT(4 * WIDTH)
         some, last = min(width, outputs - column), min(rows, first + UINT(ROWS))
         if WIDENED and chunk != held:
-            _widen(x + first * apart, (last - first) * inputs, room)
+            widened(x + first * apart, (last - first) * inputs, room)
             held = chunk
         weight, next_ = weights + tile * size, weights
         if following < units:
