@@ -269,6 +269,22 @@ def test_a_controller_that_rests_is_not_asked() -> None:
     assert controller.asked == list(range(first, controller.step))
 
 
+def test_a_draft_model_may_be_told_of_steps_before_it_is_asked(caplog: pytest.LogCaptureFixture) -> None:
+    target, controller = ContextTarget(7), Asked()
+    controller.step = 1
+    model = DraftModelProposer(ContextTarget(7), vocab_size=target.vocab_size, kv_tokens=2048)
+    engine = Engine(target, model, config=CONFIG, controller=controller)
+    ids = [
+        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
+        for first in range(2)
+    ]
+    found = run(engine)
+    for first, request in enumerate(ids):
+        assert tokens(found[request]) == plain_greedy(target, [first, 2], 20)
+        assert found[request][-1].stats.accepted > 0
+    assert not caplog.records
+
+
 class Never(AcceptanceBudget):
     """Weighs, and drafts nothing."""
 

@@ -72,7 +72,8 @@ class Proposer(Protocol):
         """Return one draft a sequence, of at most its budget's nodes and at most seq.levels_left levels."""
 
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
-        """Learn what became of the drafts, after seq.tokens and seq.kv_len have moved on.
+        """Learn what became of the drafts, after seq.tokens and seq.kv_len have moved on; also of steps in
+        which propose() was not called, as a request's first ones may be.
 
         hidden[i]: the layers asked for, [positions, width] each, of the positions that joined the cache of
         sequence i in this step: those up to seq.kv_len - 1. With hidden layers asked for, a chunk of a prompt

@@ -169,7 +169,9 @@ class DraftModelProposer:
         """Keep the accepted nodes that the cache holds, moved together behind the text."""
         sources, targets = [], []
         for seq, verdict in zip(seqs, verdicts, strict=True):
-            state = self._states[seq.request_id]
+            state = self._states.get(seq.request_id)
+            if state is None:  # it was not asked to draft yet
+                continue
             kept = [node for node in verdict.path if node < state.fed]
             if kept != list(range(len(kept))):
                 slots = state.table.slot_ids(state.kv_len, state.kv_len + state.fed)
