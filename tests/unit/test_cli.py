@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba import njit
 
 import foredraft
 from foredraft import LLM, SamplingParams
-from foredraft.cli import main
+from foredraft.cli import main, options
 from foredraft.cli.chat import talk
 from foredraft.cli.options import Loading, Sampling
 from foredraft.errors import CapacityError
@@ -262,3 +263,16 @@ def test_a_full_context_keeps_the_chat(llm: LLM, capsys: Any) -> None:
     assert shown.out == asked(llm, "the cat").text + "\n\n"
     with pytest.raises(CapacityError):
         asked(llm, "x" * 3000)
+
+
+def test_compiling_is_told() -> None:
+    """Only while something is compiled: what is kept from before is loaded at once."""
+    said: list[str] = []
+
+    class Status:
+        update = staticmethod(said.append)
+
+    with options._told_of_compiling(Status()):  # type: ignore[arg-type]
+        assert not said
+        njit(lambda x: x + 1)(1)
+    assert "compiling" in said[0]

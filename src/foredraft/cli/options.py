@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -14,6 +15,8 @@ import typer
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
+    from rich.status import Status
+
     from foredraft.llm import LLM
     from foredraft.types import SamplingParams
 
@@ -70,12 +73,26 @@ class Loading:
         logging.disable_progress_bar()
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
-        with Console(stderr=True).status(f"loading {self.model}"):
+        with Console(stderr=True).status(f"loading {self.model}") as status, _told_of_compiling(status):
             llm = LLM(
                 path, draft, budget=budget, dtype=self.dtype, tree=tree, prefix_cache=prefix_cache, **sizes
             )
         gc.freeze()  # what is loaded stays: looking through it for garbage would hold up a step by 0.15 s
         return llm
+
+
+def _told_of_compiling(status: Status) -> AbstractContextManager[Any]:
+    """Say so while kernels are compiled, which takes long and happens once."""
+    from numba.core import event
+
+    class Told(event.Listener):  # type: ignore[misc]
+        def on_start(self, event: Any) -> None:
+            status.update("compiling kernels for this processor: half a minute, once")
+
+        def on_end(self, event: Any) -> None: ...
+
+    listening: AbstractContextManager[Any] = event.install_listener("numba:compile", Told())
+    return listening
 
 
 @dataclass(frozen=True)
