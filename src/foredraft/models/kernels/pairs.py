@@ -116,7 +116,7 @@ def _parts(sums: int, vectors: int, lanes: int) -> tuple[int, list[range]]:
     if HAS_PAIRS or IS_WIDE:
         return lanes, [range(vectors)]
     narrow = min(lanes, _LANES)
-    every, some = vectors * lanes // narrow, 4 if sums <= 2 else 2  # so that registers hold all
+    every, some = vectors * lanes // narrow, 4 if sums == 1 else 2  # so that registers hold all
     return narrow, [range(first, min(first + some, every)) for first in range(0, every, some)]
 
 
