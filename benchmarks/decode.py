@@ -17,6 +17,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rich.table import Table
 
 import foredraft
 from foredraft import LLM, SamplingParams
+from foredraft.rows import read_rows
 
 Arm = Callable[[list[int]], tuple[list[int], dict[str, Any]]]  # prompt ids -> output ids, what else is known
 WARM_UP = "Say it again: one two three four, one two three four, one two three four."
@@ -103,7 +105,7 @@ def load(paths: Sequence[Path] | None, limit: int) -> list[dict[str, Any]]:
             {"id": f"demo-{i}", "category": p.category, "messages": [{"role": "user", "content": p.text}]}
             for i, p in enumerate(demo_prompts())
         ]
-    return [json.loads(line) for path in paths for line in path.read_bytes().splitlines()[:limit]]
+    return [row for path in paths for _, row in islice(read_rows(path), limit)]
 
 
 def draft_of(arm: str) -> str | None:

@@ -30,6 +30,8 @@ from decode import interval, load
 from rich.console import Console
 from rich.table import Table
 
+from foredraft.rows import read_rows
+
 HOME = Path(os.environ.get("PEERS_HOME", "~/.cache/peers")).expanduser()
 OWN = "foredraft"
 # What an engine wants loaded before everything else, as far as it is there.
@@ -167,7 +169,7 @@ def run(arm: Arm, args: argparse.Namespace, prompts: Path, out: Path) -> list[di
     if ran.returncode:
         console.print(f"{arm.name} failed and is left out:\n{ran.stderr[-2000:]}", markup=False)
         return []
-    return [json.loads(line) for line in out.read_bytes().splitlines()]
+    return [row for _, row in read_rows(out)]
 
 
 def answer(args: argparse.Namespace) -> None:

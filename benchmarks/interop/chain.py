@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from itertools import islice
 from pathlib import Path
 
 from foredraft import LLM, SamplingParams, SpecStats
 from foredraft.propose import eagle
+from foredraft.rows import read_rows
 from foredraft.text import encode_chat
 
 
@@ -21,9 +23,7 @@ def main() -> None:
     # One guess a level, however unsure, which only trees grown level by level can be told.
     eagle._WIDTH, eagle._WORTH = 1, 0.0
     eagle.EagleProposer._has_own_law = lambda *_: True  # type: ignore[method-assign]
-    rows = [
-        json.loads(line) for path in args.prompts for line in path.read_bytes().splitlines()[: args.limit]
-    ]
+    rows = [row for path in args.prompts for _, row in islice(read_rows(path), args.limit)]
     llm = LLM(args.model, args.head, dtype=args.dtype, budget=args.levels, max_seqs=1, prefix_cache=False)
     prompts = [encode_chat(llm.tokenizer, row["messages"]) for row in rows]
     prompts = [ids for ids in prompts if len(ids) + args.max_tokens <= args.max_len]
