@@ -43,12 +43,12 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
     _refuse(config, path)
-    kept = _dtype(dtype, config, where)
+    kept = _dtype(dtype, config, where, fused)
+    needs_kernels = dtype == "auto" and is_slow(kept, where)  # else it would be float32
     there = None if ids is None else ids.to(where)
     target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
-    # Where torch has no fast products in bfloat16, only the kernels are worth that precision.
-    if dtype == "auto" and is_slow(kept, where) and not (fused and can_compile(target)):
-        return load_target(path, dtype="float32", device=device, fused=fused)
+    if needs_kernels and not can_compile(target):
+        return load_target(path, dtype="float32", device=device)
     ways = ((can_compile, compile_layers), (can_fuse, fuse), (can_bucket, bucket))
     make = next((make for can, make in ways if can(target)), None)
     if fused and make is not None:
@@ -58,7 +58,7 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
         if fast is not None:
             return fast
         _log.warning("%s: the fused path disagrees with transformers' modules, so those are used", path)
-        if dtype == "auto" and is_slow(kept, where):
+        if needs_kernels:
             return load_target(path, dtype="float32", device=device)
         target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
     if can_pack(target.dtype, where):
@@ -112,13 +112,13 @@ def _refuse(config: Any, path: Path) -> None:
         raise ModelError(f"{path}: {config.model_type} attends to later tokens: only causal models run")
 
 
-def _dtype(name: str, config: Any, device: torch.device) -> torch.dtype:
+def _dtype(name: str, config: Any, device: torch.device, fused: bool) -> torch.dtype:
     if name == "auto":
         stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         kept = stored if isinstance(stored, torch.dtype) else _DTYPES.get(str(stored), torch.float32)
         if device.type == "cpu" and kept == torch.float16:
             kept = torch.bfloat16
-        has_kernels = kernels.IS_QUICK and config.model_type in KINDS
+        has_kernels = fused and kernels.IS_QUICK and config.model_type in KINDS
         slow = is_slow(kept, device) and not has_kernels
         return torch.float32 if slow or kept not in _DTYPES.values() else kept
     if name not in _DTYPES:
