@@ -15,14 +15,14 @@ from numba import njit
 from torch import Tensor
 
 from foredraft.models.kernels.numbers import OPTIONS, UINT
-from foredraft.models.kernels.pairs import HAS_PAIRS, IS_WIDE, WIDENED, pair_sums
+from foredraft.models.kernels.pairs import IS_WIDE, WIDENED, pair_sums
 
 # Where sums by pairs are fast, asking for the next tile while one is multiplied was slower.
 ASKS = WIDENED
-_LANES, _VECTORS = 16, 3 if HAS_PAIRS or IS_WIDE else 2
+_LANES, _VECTORS = 16, 3 if IS_WIDE else 2
 WIDTH = _LANES * _VECTORS
 SMALL_AT_ONCE, OFFSET = 4, 128 + 64
-AT_ONCE = 8 if HAS_PAIRS or IS_WIDE else 6  # as many sums as there are registers for
+AT_ONCE = 8 if IS_WIDE else 6  # as many sums as there are registers for
 SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE) * WIDTH
 _ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
 _one, _two, _three, _four, _five, _six, _seven, _eight = (  # those of more than AT_ONCE are never called
@@ -36,7 +36,7 @@ def share_of(left: Any, small: Any) -> Any:
     four and five are the fastest.
     """
     most = UINT(SMALL_AT_ONCE) if small else UINT(AT_ONCE)
-    if left <= most or AT_ONCE == 8 or small:
+    if left <= most or IS_WIDE or small:
         return min(left, most)
     return UINT(5) if UINT(9) <= left <= UINT(10) else UINT(4)
 

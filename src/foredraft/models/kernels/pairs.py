@@ -20,7 +20,7 @@ FEATURES = binding.get_host_cpu_features() if config.CPU_NAME is None else {}
 PROCESSOR = config.CPU_NAME or binding.get_host_cpu_name()
 HAS_PAIRS = bool(FEATURES.get("avx512bf16") and FEATURES.get("avx512vl"))
 WIDENED = not HAS_PAIRS  # then weights are float32
-IS_WIDE = bool(FEATURES.get("avx512f"))  # 32 registers of 16 numbers
+IS_WIDE = HAS_PAIRS or bool(FEATURES.get("avx512f"))  # 32 registers of 16 numbers
 _ON_X86 = binding.get_process_triple().startswith("x86")
 # Has the instruction that sums grow by; without it each is a call.
 _WITHOUT = {None, "generic", "x86-64", "x86-64-v2"}
@@ -113,7 +113,7 @@ def _ask(build: Any, pointer: Any) -> None:
 
 def _parts(sums: int, vectors: int, lanes: int) -> tuple[int, list[range]]:
     """Return how many numbers a register has, and which of so many vectors are summed up at a time."""
-    if HAS_PAIRS or IS_WIDE:
+    if IS_WIDE:
         return lanes, [range(vectors)]
     narrow = min(lanes, _LANES)
     every, some = vectors * lanes // narrow, 4 if sums == 1 else 2  # so that registers hold all

@@ -307,5 +307,5 @@ def own_bytes(attending: int = 0, rows: int = 0, inputs: int = 0) -> int:
     """Return how many bytes a thread works in; attending: what attend works in; rows, inputs: the most of a
     product.
     """
-    widened = 4 * min(rows, ROWS) * inputs if WIDENED else 0
-    return SUMS_BYTES + max(attending, widened)
+    multiplying = 4 * min(rows, ROWS) * inputs if WIDENED else 0
+    return SUMS_BYTES + max(attending, multiplying)
