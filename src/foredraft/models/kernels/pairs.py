@@ -8,6 +8,7 @@ leave room there for what they grow by.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
@@ -26,6 +27,7 @@ _ON_X86 = binding.get_process_triple().startswith("x86")
 _WITHOUT = {None, "generic", "x86-64", "x86-64-v2"}
 IS_QUICK = bool(FEATURES.get("fma")) or config.CPU_NAME not in _WITHOUT or not _ON_X86
 _LANES = 8  # elsewhere: numbers of a register
+_LEFT = 15  # registers, besides the one that a weight is spread over
 FLOAT, WORD = ir.FloatType(), ir.IntType(32)
 _HALF, _BYTE, _LONG = ir.IntType(16), ir.IntType(8), ir.IntType(64)
 _FROM_128 = 0x4300  # the bits of 128 in bfloat16, whose last seven are what is above it
@@ -61,8 +63,14 @@ def zeros(lanes: int) -> Any:
 
 
 def _grow_by_pairs(
-    build: Any, lanes: int, numbers: list[Any], firsts: list[Any], index: Any, held: list[list[Any]]
+    build: Any,
+    lanes: int,
+    read: Callable[[], list[Any]],
+    firsts: list[Any],
+    index: Any,
+    held: list[list[Any]],
 ) -> None:
+    numbers = read()
     halves, floats = ir.VectorType(_BFloat(), 2 * lanes), floats_of(lanes)
     name = f"llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
     grow = cgutils.get_or_insert_function(
@@ -77,14 +85,19 @@ def _grow_by_pairs(
 
 
 def _grow_widened(
-    build: Any, lanes: int, numbers: list[Any], firsts: list[Any], index: Any, held: list[list[Any]]
+    build: Any,
+    lanes: int,
+    read: Callable[[], list[Any]],
+    firsts: list[Any],
+    index: Any,
+    held: list[list[Any]],
 ) -> None:
     floats, words = floats_of(lanes), words_of(lanes)
     fma = cgutils.get_or_insert_function(
         build.module, ir.FunctionType(floats, [floats] * 3), f"llvm.fma.v{lanes}f32"
     )
     for by, cut, behind in ((build.and_, _HIGH, 4), (build.shl, 16, 0)):
-        wide = [build.bitcast(by(some, ir.Constant(words, [cut] * lanes)), floats) for some in numbers]
+        wide = [build.bitcast(by(some, ir.Constant(words, [cut] * lanes)), floats) for some in read()]
         offset = build.add(build.mul(index, index.type(8)), index.type(behind))
         for first, own in zip(firsts, held, strict=True):
             weight = build.load(at(build, first, offset, FLOAT), align=4)
@@ -102,6 +115,13 @@ def _spread(build: Any, lanes: int, value: Any, kind: ir.Type) -> Any:
 def at(build: Any, base: Any, offset: Any, kind: ir.Type) -> Any:
     """Return a pointer to `kind` so many bytes behind an address."""
     return build.inttoptr(build.add(base, offset), kind.as_pointer())
+
+
+def _anew(build: Any, address: Any) -> Any:
+    """Return an address of which the compiler does not know that it is the same, so that it reads again what
+    it would else keep on the stack, at twice the time where a line of the cache ends there.
+    """
+    return build.asm(ir.FunctionType(_LONG, [_LONG]), "", "=r,0", [address], False)
 
 
 def _ask(build: Any, pointer: Any) -> None:
@@ -156,6 +176,7 @@ def pair_sums(
         build = ir.IRBuilder(made.append_basic_block())
         weights, apart, rows, stride, count, out, out_apart, ahead, step = made.args
         floats = floats_of(lanes)
+        crowded = not IS_WIDE and some * (sums + 2) > _LEFT  # sums, and what is read for both halves
 
         def place(g: int, t: int) -> Any:
             offset = build.add(build.mul(_LONG(g), out_apart), _LONG(4 * t * lanes))
@@ -170,7 +191,13 @@ def pair_sums(
             if asks:
                 _ask(build, at(build, ahead, build.mul(loop.index, step), _BYTE))
             row = build.mul(loop.index, stride)
-            numbers = [read(build, rows, build.add(row, _LONG(t * size))) for t in range(some)]
+
+            places = [build.add(row, _LONG(t * size)) for t in range(some)]
+
+            def numbers(places: list[Any] = places) -> list[Any]:
+                base = _anew(build, rows) if crowded else rows
+                return [read(build, base, place) for place in places]
+
             (_grow_by_pairs if HAS_PAIRS else _grow_widened)(build, lanes, numbers, firsts, loop.index, held)
         for g, own in enumerate(held):
             for t, sum_ in enumerate(own):
