@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 _WORD = 2**64 - 1
-_STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and its two multipliers
-_MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+STEP = 0x9E3779B97F4A7C15  # splitmix64's increment and its two multipliers
+MULTIPLIERS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 _ACCEPT, _DRAW = 1, 2  # purposes: what decides acceptance never decides which token is drawn
 
 
@@ -20,18 +20,18 @@ def _signed(word: int) -> int:
 
 def _mix(word: int) -> int:
     """Scramble 64 bits (the finaliser of splitmix64; Steele, Lea and Flood, OOPSLA 2014)."""
-    word = ((word ^ (word >> 30)) * _MULTIPLIERS[0]) & _WORD
-    word = ((word ^ (word >> 27)) * _MULTIPLIERS[1]) & _WORD
+    word = ((word ^ (word >> 30)) * MULTIPLIERS[0]) & _WORD
+    word = ((word ^ (word >> 27)) * MULTIPLIERS[1]) & _WORD
     return word ^ (word >> 31)
 
 
 def _absorb(key: int, value: int) -> int:
-    return _mix((((key ^ value) & _WORD) + _STEP) & _WORD)
+    return _mix((((key ^ value) & _WORD) + STEP) & _WORD)
 
 
 def _mix_tensor(words: Tensor) -> Tensor:
     """`_mix` of every element, in place. int64 arithmetic wraps; its right shift must be made logical."""
-    for shift, factor in zip((30, 27), _MULTIPLIERS, strict=True):
+    for shift, factor in zip((30, 27), MULTIPLIERS, strict=True):
         words ^= (words >> shift).bitwise_and_(2 ** (64 - shift) - 1)
         words *= _signed(factor)
     words ^= (words >> 31).bitwise_and_(2**33 - 1)
@@ -44,7 +44,7 @@ def exponentials(keys: Tensor | int, tokens: Tensor) -> Tensor:
     The uniform below the logarithm is an odd multiple of 2**-53: never 0 or 1, symmetric, and fine enough
     that the tails of a race over a whole vocabulary are right.
     """
-    words = _mix_tensor((tokens + 1) * _signed(_STEP) + keys)
+    words = _mix_tensor((tokens + 1) * _signed(STEP) + keys)
     words >>= 11
     words |= 1
     return words.to(torch.float64).mul_(2.0**-53).add_(0.5).log_().neg_()

@@ -19,6 +19,7 @@ from torch import Tensor
 from foredraft.errors import ConfigError
 from foredraft.noise import Noise as Noise
 from foredraft.noise import exponentials
+from foredraft.race import first_to_arrive
 from foredraft.types import SamplingParams, TokenLogprob
 
 _CHUNK = 64  # tokens that are looked at together before any of them is looked at alone
@@ -213,10 +214,10 @@ def _sorted(values: Tensor) -> Tensor:
     return torch.from_numpy(np.sort(values.numpy(), axis=-1))
 
 
-def _chunks(values: Tensor, fill: float = -torch.inf) -> Tensor:
+def _chunks(values: Tensor) -> Tensor:
     """View [..., vocab] as [..., chunks, 64]; a vocabulary that does not divide is filled up."""
     missing = -values.shape[-1] % _CHUNK
-    padded = F.pad(values, (0, missing), value=fill) if missing else values
+    padded = F.pad(values, (0, missing), value=-torch.inf) if missing else values
     return padded.reshape(*values.shape[:-1], -1, _CHUNK)
 
 
@@ -242,20 +243,16 @@ def draw(law: Tensor, noise: Noise, pos: int, sibling: int = 0) -> int:
 def draw_rows(laws: Tensor, keys: Tensor) -> Tensor:
     """Draw a token from each law [rows, vocab] with the noise of its key (int64 [rows]); int64 [rows].
 
-    A race in two rounds, first among chunks of the vocabulary, then inside the winner. Of several arrivals at
-    given rates each comes first with probability proportional to its rate, so the winner has exactly the law
-    (the Gumbel-max trick without its second logarithm), and only one chunk of tokens needs noise. Two laws
-    raced with the same noise agree about as often as any coupling lets them (arXiv 2408.07978).
+    A race: of several arrivals at given rates each comes first with probability proportional to its rate, so
+    the winner has exactly the law (the Gumbel-max trick without its second logarithm). Two laws raced with
+    the same noise agree about as often as any coupling lets them (arXiv 2408.07978).
     """
-    keys = keys.unsqueeze(-1)
-    chunks = _chunks(laws, fill=0.0)
-    rates = chunks.sum(-1, dtype=torch.float64)
-    # Chunks race under negative ids, which no token has.
-    ids = torch.arange(-1, -1 - rates.shape[-1], -1, device=laws.device)
-    chunk = (exponentials(keys, ids) / rates).argmin(-1, keepdim=True)
-    tokens = chunk * _CHUNK + torch.arange(_CHUNK, device=laws.device)
-    near = chunks.gather(1, chunk.unsqueeze(-1).expand(-1, -1, _CHUNK)).squeeze(1)
-    return tokens.gather(1, (exponentials(keys, tokens) / near).argmin(-1, keepdim=True)).squeeze(1)
+    if laws.device.type == "cpu":
+        rows = np.ascontiguousarray(laws.numpy())
+        racing = zip(rows, keys.tolist(), rows.argmax(-1).tolist(), strict=True)
+        return torch.tensor([first_to_arrive(*its) for its in racing], dtype=torch.int64)
+    tokens = torch.arange(laws.shape[-1], device=laws.device)
+    return (exponentials(keys.unsqueeze(-1), tokens) / laws).argmin(-1)
 
 
 def draw_siblings(

@@ -6,9 +6,12 @@ from typing import Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy.stats import chisquare
 from torch import Tensor
 
+from foredraft.noise import exponentials
 from foredraft.sampling import Noise, draw, draw_rows, draw_siblings, token_logprobs
 
 
@@ -37,6 +40,27 @@ def test_a_law_of_one_token_is_followed() -> None:
     law = torch.zeros(200)
     law[131] = 1
     assert set(draws_of(law, 500).tolist()) == {131}
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    vocab=st.sampled_from([1, 2, 127, 128, 129, 1000]),
+    scale=st.sampled_from([0.0, 0.5, 3.0, 30.0, 300.0]),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    kept=st.floats(0.02, 1),
+)
+def test_the_first_to_arrive_is_found_without_looking_at_all(
+    seed: int, vocab: int, scale: float, dtype: torch.dtype, kept: float
+) -> None:
+    """The CPU's race against arrival times written out, for laws that are flat, sharp or have holes."""
+    law = torch.softmax(random_logits(1, vocab, seed, scale)[0].to(dtype), -1)
+    holes = torch.rand(vocab, generator=torch.Generator().manual_seed(seed)) > kept
+    holes[law.argmax()] = False
+    law = law.masked_fill(holes, 0)
+    keys = torch.tensor([Noise(seed).key(pos) for pos in range(20)])
+    times = exponentials(keys[:, None], torch.arange(vocab)) / law
+    assert torch.equal(draw_rows(law.expand(20, -1), keys), times.argmin(-1))
 
 
 def test_one_draw_is_a_row_of_many() -> None:

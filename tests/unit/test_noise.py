@@ -85,7 +85,7 @@ def test_every_bit_is_fair() -> None:
     for bit in range(8, 52):  # exp(log(u)) has lost the very last ones
         ones = float(((words >> bit) & 1).sum())
         assert chi2.sf((ones - COUNT / 2) ** 2 / (COUNT / 4), 1) > 1e-6
-    raw = module._mix_tensor(torch.arange(COUNT) * module._signed(module._STEP))
+    raw = module._mix_tensor(torch.arange(COUNT) * module._signed(module.STEP))
     for bit in range(64):
         ones = float(((raw >> bit) & 1).sum())
         assert chi2.sf((ones - COUNT / 2) ** 2 / (COUNT / 4), 1) > 1e-6

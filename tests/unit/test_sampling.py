@@ -189,16 +189,16 @@ def test_draws_never_change() -> None:
     laws = (torch.arange(1, 201) / 20_100).expand(12, -1)
     keys = torch.tensor([sampling.Noise(42).key(pos) for pos in range(12)])
     assert sampling.draw_rows(laws, keys).tolist() == [
-        38,
-        116,
-        199,
-        169,
-        193,
         136,
-        192,
+        151,
+        158,
+        61,
+        157,
+        136,
+        183,
         150,
         27,
-        136,
+        66,
         156,
         162,
     ]

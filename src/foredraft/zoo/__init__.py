@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from foredraft.cache import cache_dir
 from foredraft.zoo.api import pull, resolve
 from foredraft.zoo.entries import MODELS, Entry
 from foredraft.zoo.shipped import SHIPPED_KINDS, shipped
-from foredraft.zoo.store import cache_dir
 
 __all__ = ["MODELS", "SHIPPED_KINDS", "Entry", "cache_dir", "pull", "resolve", "shipped"]

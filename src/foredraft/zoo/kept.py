@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from foredraft.zoo.store import cache_dir
+from foredraft.cache import cache_dir
 
 LEAST_BYTES = 1 << 24
 _LIBRARIES = ("foredraft", "torch", "transformers", "tokenizers", "numba")

@@ -16,20 +16,13 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
+from foredraft.cache import cache_dir
 from foredraft.errors import CapacityError, CheckpointError, ConfigError
 from foredraft.zoo.progress import Report
 
 CHUNK = 1 << 20  # bytes read at once
 SOURCE = "source.json"
 CONVERSION = 1  # raised when the same GGUF comes to give other files: older directories are built anew
-
-
-def cache_dir() -> Path:
-    """Return $FOREDRAFT_CACHE, or foredraft below $XDG_CACHE_HOME, or ~/.cache/foredraft. Not created."""
-    if own := os.environ.get("FOREDRAFT_CACHE"):
-        return Path(own).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "foredraft"
 
 
 def model_dir(name: str) -> Path:

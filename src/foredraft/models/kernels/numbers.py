@@ -7,14 +7,16 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.extending import intrinsic
+
+from foredraft.jit import OPTIONS as OPTIONS
+from foredraft.jit import njit
 
 F32: Any = np.float32
 U16, U32, I32, UINT = (getattr(numba, name) for name in ("uint16", "uint32", "int32", "uintp"))
 LOG2E = 1.4426950408889634
 STEADY = {"contract", "nsz", "nnan", "ninf", "arcp"}  # fast arithmetic whose sums keep their order
-OPTIONS: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "boundscheck": False}
 
 
 @intrinsic
