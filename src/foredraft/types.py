@@ -17,7 +17,7 @@ from torch import Tensor
 
 from foredraft.errors import ConfigError
 
-Draw = Literal["fixed", "iid", "distinct"]
+Draw = Literal["fixed", "coupled", "iid", "distinct"]
 FinishReason = Literal["stop", "length", "cancelled"]
 MAX_SEED = 2**63 - 1
 _PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
@@ -129,8 +129,9 @@ class Draft:
 
     tokens: int64 [n]. parents[node] is a smaller node, or -1 for the root; a chain is (-1, 0, 1, …). Siblings
     are ordered as they were drawn. laws: float32 [n + 1, vocab], row 0 after the root, row node + 1 after
-    node (None for "fixed"). draw: how siblings were chosen: deterministically, i.i.d. from their law, or
-    without replacement.
+    node (None for "fixed" and "coupled"). draw: how siblings were chosen: deterministically; by the noise
+    with which the target itself will draw, which leaves no rule but `verify_matched`; i.i.d. from their law;
+    or without replacement.
     """
 
     tokens: Tensor
@@ -141,7 +142,7 @@ class Draft:
     def __post_init__(self) -> None:
         assert len(self.parents) == len(self.tokens)
         assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        assert self.draw == "fixed" or self.laws is not None or not self.parents
+        assert self.draw in ("fixed", "coupled") or self.laws is not None or not self.parents
 
     def __len__(self) -> int:
         return len(self.parents)

@@ -51,8 +51,11 @@ def verify_exact(draft: Draft, target_laws: Tensor, noise: Noise, pos: int) -> V
 
     target_laws: [n + 1, vocab]. Chains: arXiv 2211.17192, section 2.3, and arXiv 2302.01318, theorem 1.
     Siblings drawn i.i.d.: arXiv 2305.09781, section 4.3; without replacement: arXiv 2402.14160, section 3.
-    Exact for all three draws (tests/exact), if the draft was drawn with other noise (a fork).
+    Exact for all three draws (tests/exact), if the draft was drawn with other noise (a fork). Raises
+    ValueError for a coupled draft, which knows the noise with which what is left would be drawn.
     """
+    if draft.draw == "coupled":
+        raise ValueError("a coupled draft knows the noise used here: it is exact under verify_matched only")
     below = children(draft.parents)
     path: list[int] = []
     row = 0

@@ -32,7 +32,8 @@ def decide(
 ) -> list[Verdict]:
     """Verify each draft against its rows of logits, [n + 1, vocab].
 
-    Greedy is argmax; what was drawn is verified by rejection, what was not (or must reproduce) by matching.
+    Greedy is argmax; what was drawn from its own noise is verified by rejection, all else (and what must
+    reproduce) by matching.
     """
     rules = [_rule(seq, draft) for seq, draft in zip(seqs, drafts, strict=True)]
     jobs = [_job(*row, eos_ids) for row in zip(seqs, drafts, logits, strict=True)]
@@ -44,7 +45,7 @@ def decide(
 def _rule(seq: Sequence, draft: Draft) -> Rule:
     if seq.params.greedy:
         return "greedy"
-    return "matched" if seq.params.reproducible or draft.draw == "fixed" else "exact"
+    return "matched" if seq.params.reproducible or draft.draw in ("fixed", "coupled") else "exact"
 
 
 def _job(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -> Job:

@@ -33,7 +33,8 @@ _STATES = kernels.LEVELS + 1  # of levels, the last of which feeds nothing
 class Waiting:
     """What a sequence's tree begins with: tokens, and the features [tokens, fused width] of the positions
     before them, whose slots in `table` are those from `first` on; how many nodes and levels it may have, 0 to
-    write the cache only; and the temperature of its law, 0 if it is greedy.
+    write the cache only. Of a request that is not greedy the keys of the noise with which the target will
+    draw at each level, and how much it counts beside the logits.
     """
 
     tokens: Seq[int]
@@ -42,7 +43,8 @@ class Waiting:
     table: BlockTable
     budget: int = 0
     levels: int = 0
-    temperature: float = 1.0
+    luck: float = 0.0
+    keys: Seq[int] = ()
 
 
 class Grown(NamedTuple):
@@ -214,7 +216,8 @@ class _Trees(NamedTuple):
     """What it is told of sequences, and what it finds."""
 
     seqs: Ints
-    sharp: NDArray[np.float64]
+    luck: NDArray[np.float64]
+    keys: Ints
     found: tuple[Ints, Ints, NDArray[np.float64]]
     fed: Ints
 
@@ -226,10 +229,13 @@ class _Trees(NamedTuple):
             room = min(kernels.FED, tree.table.capacity - tree.first - len(tree.tokens))
             row[:6] = len(tree.tokens), tree.first, at, tree.budget, tree.levels, room
             at += tree.table.capacity
-        sharp = np.array([1 / (tree.temperature or 1.0) for tree in begun], np.float64)
+        luck = np.array([tree.luck for tree in begun], np.float64)
+        keys = np.zeros((len(begun), kernels.LEVELS), np.int64)
+        for row, tree in zip(keys, begun, strict=True):
+            row[: len(tree.keys)] = tree.keys
         candidates = (len(begun), kernels.CANDIDATES)
         found = (np.zeros(candidates, np.int64), np.zeros(candidates, np.int64), np.zeros(candidates))
-        return cls(seqs, sharp, found, np.zeros((len(begun), kernels.FED), np.int64))
+        return cls(seqs, luck, keys, found, np.zeros((len(begun), kernels.FED), np.int64))
 
     def grown(self) -> list[Grown]:
         """Return the trees."""

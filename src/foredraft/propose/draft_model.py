@@ -20,7 +20,7 @@ from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
-from foredraft.propose.guess import at_nodes, drawn
+from foredraft.propose.guess import at_nodes, drawn, foreseen
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
@@ -59,7 +59,7 @@ class _Growing:
             return NO_DRAFT
         tokens, parents = torch.tensor(self.tokens), tuple(self.parents)
         if not self.laws:
-            return Draft(tokens, parents)
+            return Draft(tokens, parents, draw="fixed" if self.seq.params.greedy else "coupled")
         # Nothing is drawn after the last node, so the row after it is never read.
         return Draft(tokens, parents, torch.stack([*self.laws, torch.zeros_like(self.laws[0])]), "iid")
 
@@ -70,8 +70,8 @@ class DraftModelProposer:
     A chain holds the draft's most likely tokens for greedy requests, and for sampled ones tokens drawn from
     its law under the request's own parameters; with `reproducible` they are drawn with the very noise that
     the target will use, so that the two agree as often as their laws allow (arXiv 2408.07978). A tree of
-    level sizes (4, 3, 2) holds the 4 most likely first tokens, the 3 most likely continuations of those by
-    joint probability, and so on.
+    level sizes (4, 3, 2) holds the 4 tokens that the target will likeliest say first, which for sampled
+    requests depends on that noise too, the 3 likeliest continuations of those, and so on.
     """
 
     def __init__(
@@ -150,7 +150,10 @@ class DraftModelProposer:
             self._add(draft, token, frontier[0])
 
     def _best(self, draft: _Growing, logits: Tensor, frontier: Seq[int], size: int) -> None:
-        logs = torch.log_softmax(sampling.add_bias(logits, draft.seq.params), dim=-1)
+        logits = sampling.add_bias(logits, draft.seq.params)
+        depth = len(path_to(draft.parents, frontier[0]))
+        every = torch.arange(self.vocab_size, device=logits.device)
+        logs = torch.log_softmax(foreseen(draft.seq, logits, [depth], every), dim=-1)
         known = torch.tensor([draft.scores[node] if node >= 0 else 0.0 for node in frontier])
         best, tokens = logs.topk(min(size, logs.shape[-1]), dim=-1)
         scores, places = (best + known.to(best)[:, None]).flatten().topk(min(size, best.numel()))

@@ -23,7 +23,7 @@ from foredraft.models.compiled_head import CompiledEagle, Waiting, can_compile_h
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
 from foredraft.models.kernels import BEST, LEVELS
-from foredraft.propose.guess import at_nodes, drawn, is_processed
+from foredraft.propose.guess import at_nodes, drawn, foreseen, future, is_processed, luck
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
@@ -73,6 +73,7 @@ class _Growing:
     fed: list[int] = field(default_factory=list)  # the candidate of each fed node
     features: Tensor | None = None  # [fed nodes, hidden], or the root's [1, hidden]
     frontier: int = 0  # fed nodes below this are continued already
+    depth: int = 0  # levels it has
     laws: list[Tensor] = field(default_factory=list)  # of a drawn chain only
 
     def add(self, token: int, parent: int, score: float) -> None:
@@ -97,13 +98,13 @@ class _Growing:
         parents = [-1 if self.parents[c] < 0 else node_of[self.fed[self.parents[c]]] for c in kept]
         tokens = torch.tensor([self.tokens[c] for c in kept])
         if not self.laws:
-            return Draft(tokens, tuple(parents))
+            return Draft(tokens, tuple(parents), draw="fixed" if self.seq.params.greedy else "coupled")
         return Draft(tokens, tuple(parents), torch.stack([*self.laws, torch.zeros_like(self.laws[0])]), "iid")
 
 
 class EagleProposer:
-    """Drafts with an EAGLE head: a tree of its likeliest tokens, or for sampled requests, if `drawn`, a chain
-    drawn from its law.
+    """Drafts with an EAGLE head: a tree of the tokens that the target will likeliest say, which for sampled
+    requests depends on the noise that it will draw with, or for these, if `drawn`, a chain from its law.
 
     The head's cache has the slots of the target's: what the head read at a position lies where the target's
     own keys do, so a shared beginning of a prompt is shared here too. embedding [vocab, hidden] and lm_head
@@ -165,7 +166,8 @@ class EagleProposer:
                         seq.table,
                         draft.budget,
                         draft.levels,
-                        seq.params.temperature,
+                        luck(seq.params),
+                        future(seq, range(draft.levels)),
                     )
                 )
             for draft, grown in zip(plain, fast.grow(begun, self._kv, _WORTH), strict=True):
@@ -223,7 +225,8 @@ class EagleProposer:
         """Add the candidates of one level; logits: [nodes, draft vocab], after the root or the newest fed
         nodes.
         """
-        params, draft.levels = draft.seq.params, draft.levels - 1
+        params, depth = draft.seq.params, draft.depth
+        draft.levels, draft.depth = draft.levels - 1, depth + 1
         nodes = list(range(draft.frontier - len(logits), draft.frontier)) if draft.fed else [-1]
         if self.drawn and not params.greedy:
             self._draw(draft, self._processed(draft, logits, nodes)[0], nodes[0])
@@ -231,8 +234,8 @@ class EagleProposer:
         if is_processed(draft.seq) or params.logit_bias:
             full = self._processed(draft, logits, nodes)
             logits = sampling.add_bias(full, params)[..., self.target_ids]
-        scaled = logits if params.greedy else logits / params.temperature
-        best, ids = torch.log_softmax(scaled, -1).topk(min(_WIDTH, logits.shape[-1]), -1)
+        logits = foreseen(draft.seq, logits, [depth], self.target_ids)
+        best, ids = torch.log_softmax(logits, -1).topk(min(_WIDTH, logits.shape[-1]), -1)
         tokens = self.target_ids[ids]
         first = len(draft.tokens)
         for node, row_scores, row_tokens in zip(nodes, best.tolist(), tokens.tolist(), strict=True):

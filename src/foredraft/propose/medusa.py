@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import takewhile
 from math import log
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from foredraft.engine.sequence import Sequence
 from foredraft.models.fast_head import FastMedusa
 from foredraft.models.heads import MedusaHeads
+from foredraft.propose.guess import foreseen
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
 RANKS = 8  # likeliest tokens of a head that are looked at
@@ -54,14 +56,16 @@ class MedusaProposer:
         if sizes:
             hidden = torch.stack([self._hidden[seq.request_id][1] for seq in sizes])
             logits = self._logits(hidden)
-            scale = torch.tensor([seq.params.temperature or 1.0 for seq in sizes])
-            logs = torch.log_softmax(logits / scale[:, None, None].to(logits), -1)
+            for rows, seq in zip(logits, sizes, strict=True):
+                rows.copy_(foreseen(seq, rows, range(len(rows)), self.target_ids))
+            logs = torch.log_softmax(logits, -1)
             best, ids = logs.topk(min(RANKS, logs.shape[-1]), -1)  # [seqs, heads, ranks]
             tokens = self.target_ids[ids]
             for place, (seq, size) in enumerate(sizes.items()):
                 scores = best[place, : seq.levels_left].tolist()
                 paths = grow(scores, size) if self.tree is None else _fitting(self.tree, size, len(scores))
-                drafts[seq] = tree_of(paths, tokens[place].tolist())
+                draft = tree_of(paths, tokens[place].tolist())
+                drafts[seq] = draft if seq.params.greedy else replace(draft, draw="coupled")
         return list(drafts.values())
 
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:

@@ -7,16 +7,12 @@ text, wherever their keys lie and whatever else the pass holds, so the same toke
 alone, in a chain or in a tree. Tensors are passed as addresses.
 """
 
-import os
-
-from foredraft.zoo import cache_dir
-
-os.environ.setdefault("NUMBA_CACHE_DIR", str(cache_dir() / "kernels"))  # numba reads it when it is imported
-
+import foredraft.jit  # noqa: F401  before numba is imported
 from foredraft.models.kernels.attend import LEAST, heads_together, scratch_size
 from foredraft.models.kernels.dense import WIDTH, in_bytes, interleaved, laid_out, tiles
 from foredraft.models.kernels.head import LEVEL_PHASES, run_head
 from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
+from foredraft.models.kernels.luck import gumbels
 from foredraft.models.kernels.numbers import LOG2E
 from foredraft.models.kernels.pairs import IS_QUICK, PROCESSOR
 from foredraft.models.kernels.phases import PUT, PUT_GELU, PUT_SILU, attended, own_bytes, product
@@ -55,6 +51,7 @@ __all__ = [
     "UNIT",
     "WIDTH",
     "attended",
+    "gumbels",
     "heads_together",
     "in_bytes",
     "interleaved",

@@ -11,7 +11,7 @@ from typing import Any
 
 from numba import njit
 
-from foredraft.models.kernels.numbers import F32, OPTIONS, UINT
+from foredraft.models.kernels.numbers import OPTIONS, UINT
 from foredraft.models.kernels.one_row import copied, normed_row
 from foredraft.models.kernels.phases import (
     PUT,
@@ -38,7 +38,8 @@ def run_head(
     buffers: Any,
     cache: Any,
     seqs: Any,
-    sharp: Any,
+    luck: Any,
+    keys: Any,
     found: Any,
     fed: Any,
     slots: Any,
@@ -61,7 +62,8 @@ def run_head(
     scales: those of products in bytes, at the same places. sizes: hidden, inner, query heads, key heads, dim,
     drafted vocabulary, width of what is fused. buffers: of x, twice, normed, qkv, attended, gated, gathered,
     logits, and what is to be fused [first rows, that width]; x is there already if that is 0. seqs: int64
-    [seqs, SEQ_FIELDS]; none if one level's logits are all that is wanted. sharp: 1 / temperature of each.
+    [seqs, SEQ_FIELDS]; none if one level's logits are all that is wanted. luck:
+    float64 [seqs], keys: int64 [seqs, LEVELS], see tree.grow.
     found: tokens, parents and scores of candidates, [seqs, CANDIDATES] each; fed: which of them are fed,
     [seqs, FED]. rows, tails, spans: of a level, as lay_out_first has them; state: of each level. ids: the
     target's of each drafted token. worth: see tree.grow. angles, seen: as turned and attended have them, of
@@ -217,7 +219,7 @@ def run_head(
             done += UINT(1)
             if seqs[unit, ACTIVE]:
                 its = (found[0][unit], found[1][unit], found[2][unit])
-                grow(seqs[unit], logits, vocab, F32(sharp[unit]), ids, its, fed[unit], worth)
+                grow(seqs[unit], logits, vocab, luck[unit], keys[unit, level], ids, its, fed[unit], worth)
         finish(board, phase, done, many)
         if many == UINT(0):
             return

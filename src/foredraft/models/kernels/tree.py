@@ -9,7 +9,19 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from foredraft.models.kernels.numbers import F32, OPTIONS, UINT, floats
+from foredraft.models.kernels.luck import gumbels
+from foredraft.models.kernels.numbers import (
+    F32,
+    I32,
+    LOG2E,
+    OPTIONS,
+    U32,
+    UINT,
+    bits_of,
+    exp2,
+    float_of,
+    floats,
+)
 
 LEVELS = 8  # the deepest draft
 BEST = 4  # nodes of a level that are fed, and candidates below each
@@ -25,19 +37,21 @@ _WAITING, _FIRST, _SLOTS, _BUDGET, _LEFT, _ROOM = range(6)
 ACTIVE, FOUND, TAKEN, _FRONT, _DONE, _ROW, _WANTED = range(6, SEQ_FIELDS)
 
 
-@njit(fastmath=True, **OPTIONS)
-def _highest(row: Any, first: Any, last: Any) -> Any:
-    found = _LOWEST
-    for i in range(first, last):
-        found = max(found, row[i])
-    return found
+@njit(**OPTIONS)
+def _highest(row: Any) -> Any:
+    """The highest of float32, found by their bits in the order of the numbers, which compilers do at once."""
+    found = I32(-0x80000000)
+    for i in range(len(row)):
+        bits = I32(bits_of(row[i]))
+        found = max(found, I32(bits ^ ((bits >> 31) & 0x7FFFFFFF)))
+    return float_of(U32(found ^ ((found >> 31) & 0x7FFFFFFF)))
 
 
 @njit(fastmath=True, **OPTIONS)
-def _total(row: Any, highest: Any, sharp: Any) -> Any:
+def _total(row: Any, highest: Any) -> Any:
     total = F32(0)
     for i in range(len(row)):
-        total += np.exp((row[i] - highest) * sharp)
+        total += exp2((row[i] - highest) * F32(LOG2E))
     return total
 
 
@@ -50,28 +64,28 @@ def _first_of(row: Any, first: Any, last: Any, value: Any) -> Any:
 
 
 @njit(**OPTIONS)
-def _add_best(row: Any, sharp: Any, ids: Any, node: Any, above: Any, seq: Any, found: Any) -> None:
+def _add_best(row: Any, ids: Any, node: Any, above: Any, seq: Any, found: Any) -> None:
     """Add the likeliest tokens after a node, -1 for the root, to a sequence's candidates. row: float32
-    [vocab], which loses these; sharp: 1 / temperature.
+    [vocab], which loses these.
     """
     tokens, parents, scores = found
     vocab = len(row)
     chunks = (vocab + _CHUNK - 1) // _CHUNK
     highs = np.empty(chunks, np.float32)
     for chunk in range(chunks):
-        highs[chunk] = _highest(row, chunk * _CHUNK, min(vocab, (chunk + 1) * _CHUNK))
-    highest = _highest(highs, 0, chunks)
-    least = np.log(_total(row, highest, sharp))
+        highs[chunk] = _highest(row[chunk * _CHUNK : (chunk + 1) * _CHUNK])
+    highest = _highest(highs)
+    least = np.log(_total(row, highest))
     for _ in range(min(BEST, vocab)):
-        high = _highest(highs, 0, chunks)
+        high = _highest(highs)
         chunk = _first_of(highs, 0, chunks, high)
         begin, end = chunk * _CHUNK, min(vocab, (chunk + 1) * _CHUNK)
         best, at = _first_of(row, begin, end, high), seq[FOUND]
         tokens[at], parents[at] = ids[best], node
-        scores[at] = above + (high - highest) * sharp - least
+        scores[at] = above + high - highest - least
         seq[FOUND] = at + 1
         row[best] = _LOWEST
-        highs[chunk] = _highest(row, begin, end)
+        highs[chunk] = _highest(row[begin:end])
 
 
 @njit(**OPTIONS)
@@ -95,15 +109,24 @@ def _choose(seq: Any, first: Any, scores: Any, fed: Any, worth: Any) -> None:
 
 
 @njit(**OPTIONS)
-def grow(seq: Any, logits: Any, vocab: Any, sharp: Any, ids: Any, found: Any, fed: Any, worth: Any) -> None:
-    """Take in a level of one sequence. logits: float32 [wanted rows, vocab], by address."""
+def grow(
+    seq: Any, logits: Any, vocab: Any, luck: Any, key: Any, ids: Any, found: Any, fed: Any, worth: Any
+) -> None:
+    """Take in a level of one sequence. logits: float32 [wanted rows, vocab], by address. luck: how much the
+    noise of `key` counts.
+    """
     seq[_LEFT] -= 1
+    lucky = np.empty(len(ids) if luck > 0 else 0, np.float32)
+    gumbels(key, ids, lucky)
     first, nodes = seq[FOUND], seq[_DONE] - seq[_FRONT]
     for place in range(max(nodes, 1)):
         node = seq[_FRONT] + place if nodes else -1
         above = found[2][fed[node]] if nodes else 0.0
         at = UINT(logits) + UINT(seq[_WANTED] + place) * UINT(vocab) * UINT(4)
-        _add_best(carray(floats(at), (vocab,)), sharp, ids, node, above, seq, found)
+        row = carray(floats(at), (vocab,))
+        for i in range(len(lucky)):
+            row[i] += F32(luck) * lucky[i]
+        _add_best(row, ids, node, above, seq, found)
     _choose(seq, first, found[2], fed, worth)
 
 
