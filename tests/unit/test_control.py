@@ -249,6 +249,66 @@ def test_trust_falls_where_promises_are_not_kept() -> None:
     assert ledger.trust > 0.97
 
 
+def test_what_one_draft_gives_is_chance() -> None:
+    """Three that give nothing cost a lone request little trust; of three times sixteen that says more."""
+    trust = []
+    for count in (1, 16):
+        ledger = Ledger(count)
+        for _ in range(3):
+            ledger.observe(Promise(1.8, 1.2, plain_s=0.01), tokens=1.0, seconds=0.012)
+        trust.append(ledger.trust)
+    assert trust[0] > 0.95
+    assert trust[1] < 0.87
+
+
+def test_the_first_steps_show_what_plain_ones_take() -> None:
+    """The table says half of what this machine takes, which is no draft's fault."""
+    ledger = Ledger(1)
+    asked = [not ledger.rests(1.02, every=8) for _ in range(10)]
+    assert asked == [False] * 4 + [True] * 6
+    for promise in [Promise(1, 1, 0.01, asked=False)] * 4 + [Promise(1.5, 1.2, 0.01)] * 10:
+        ledger.observe(promise, promise.tokens, promise.seconds * 0.02)
+    blamed = Ledger(1)
+    for _ in range(10):
+        blamed.observe(Promise(1.5, 1.2, 0.01), 1.5, 0.024)
+    assert ledger.trust > blamed.trust + 0.15
+
+
+def test_a_new_request_asks_whatever_others_gained() -> None:
+    controller = AcceptanceBudget(Source(8), costs=passes())
+    clockwork = Clockwork(controller, RATES["useless"], level_s=0.001)
+
+    def rests(steps: int) -> int:
+        """How many of some steps of a new request rest."""
+        seq, found = sequence("new"), 0
+        for _ in range(steps):
+            if controller.rests(1, 1):
+                found += 1
+            else:
+                controller.budgets([seq], 1)
+                controller._ledger(1).observe(Promise(1, 1, 0.015), 1.0, 0.0155)
+        controller.forget("new")
+        return found
+
+    clockwork.run(1, 100)
+    assert rests(200) > 100
+    assert rests(6) == 0
+
+
+def test_a_lone_request_owes_nobody() -> None:
+    """One that has lost steps by its own drafts still drafts; beside another it waits."""
+    costs = PassCosts({1: 0.01, 2: 0.0105, 4: 0.0115, 8: 0.0135}, seq_s=0.0)
+    drafted = []
+    for others in (0, 1):
+        controller = AcceptanceBudget(Source(1, prior=0.5), costs=costs)
+        seqs = [sequence(str(number)) for number in range(1 + others)]
+        for seq in seqs:
+            controller._request(seq.request_id).slack = -1.0
+        controller._draft_times.observe("", len(seqs), 1, 0.004, 0)
+        drafted.append(controller.budgets(seqs, len(seqs)))
+    assert drafted == [[1], [0, 0]]
+
+
 def test_where_asking_does_not_pay_few_steps_ask() -> None:
     """Asking takes a twentieth of a step; then, what is asked for doubles the tokens."""
     ledger = Ledger()

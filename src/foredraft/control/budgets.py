@@ -25,6 +25,7 @@ _UNTRIED = 32  # steps after which a method is tried again although another prom
 _LEARN = 0.1  # weight of the newest step in times
 _FOR = 16  # steps for the sake of which a method reads what it has not read of a text
 _PAYS, _PAYS_ALL = 1.02, 1.1  # gain of asking that is enough; the same while a request is behind
+_FRESH = 8  # steps in which a request asks although others did not gain by it
 _ASK = 8  # one step of about so many asks where it does not pay
 _SHARE, _DEBT = 0.005, 2.0  # plain steps that a request may lose by a step for others; most that it owes
 _AGAIN = 16  # steps for which what was weighed holds, if nothing was learnt and the same is asked
@@ -83,9 +84,11 @@ class AcceptanceBudget:
     def rests(self, count: int, batch_tokens: int) -> bool:
         """True if a step should go without drafts, and without asking about them, which takes time."""
         steady = self._turnover.steady
-        behind = not steady and any(request.slack < 0 for request in self._requests.values())
+        behind = count > 1 and not steady and any(its.slack < 0 for its in self._requests.values())
         every = _ASK if steady else min(2 * _ASK, max(_ASK // 2, 2 * count))
-        rests = self._ledger(count).rests(_PAYS_ALL if behind else _PAYS, every)
+        known = self._requests.values()
+        fresh = count > len(known) or any(request.steps < _FRESH for request in known)
+        rests = self._ledger(count).rests(_PAYS_ALL if behind else _PAYS, every, fresh=fresh)
         if rests and batch_tokens == count:
             self._promise = Promise(1, 1, self._plain_s(count), asked=False)
         return rests
@@ -119,6 +122,7 @@ class AcceptanceBudget:
             tokens = 1 + sum(sum(some[:n]) for some, n in zip(weighed.gains, budgets, strict=True)) / count
             plain_s = self._plain_s(count)
             seconds = step_s(sum(budgets), deepest_of(requests, budgets)) if tokens > 1 else plain_s
+            seconds += sum(self._unread_s(its) for its, n in zip(requests, budgets, strict=True) if n)
             self._promise = Promise(tokens, seconds / plain_s, plain_s)
         return budgets
 
@@ -153,7 +157,8 @@ class AcceptanceBudget:
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
         drafted_by = [request.source for request in requests]
         least = WORTHWHILE / self._ledger(count).trust
-        slacks = None if self._turnover.steady else [max(request.slack, 0.0) for request in requests]
+        alone = count == 1 or self._turnover.steady
+        slacks = None if alone else [max(request.slack, 0.0) for request in requests]
         begin_s = [
             self._unread_s(request) / max(1, min(_FOR, seq.levels_left))
             for seq, request in zip(seqs, requests, strict=True)
@@ -216,7 +221,9 @@ class AcceptanceBudget:
         return self._requests[request_id]
 
     def _ledger(self, count: int) -> Ledger:
-        return self._ledgers.setdefault(count.bit_length(), Ledger())
+        if count.bit_length() not in self._ledgers:
+            self._ledgers[count.bit_length()] = Ledger(count)
+        return self._ledgers[count.bit_length()]
 
     def _of(self, source: Source) -> Acceptance:
         if source not in self._acceptances:

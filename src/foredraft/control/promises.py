@@ -9,21 +9,26 @@ from dataclasses import dataclass
 _FADE = 0.98  # of what a step taught, per later step of its kind
 _FORGIVE, _KINDLY = 0.998, 0.1  # of drafted steps, per plain one, which adds so much of a kept promise
 _WORTH = 10.0  # steps that what is assumed at first is worth; it fades too
+_SURE = 8  # drafts whose tokens together say something
 _LEAST = 0.5  # trust
 _HOPED = 1.1  # of steps that ask over those that rest, before any was seen
 _CLEAR = 1.25  # gain from which on no step rests to compare
 _SOON, _SEEN = 8, 8.0  # steps within which a place is taken again; places over which that is judged
+_FIRST = 4  # steps that only show what plain ones take
 _COMPARE = 16  # where asking pays, one step of so many rests
 
 
 class Sums:
     """The ratio of two decayed sums."""
 
-    def __init__(self, ratio: float = 1.0) -> None:
-        self._above, self._below = _WORTH * ratio, _WORTH
+    def __init__(self, ratio: float = 1.0, *, weight: float = 1.0) -> None:
+        """weight: of a step, which fades and outdoes what is assumed at first so much more slowly."""
+        self._above, self._below = _WORTH / weight * ratio, _WORTH / weight
+        self._fade = 1 - (1 - _FADE) * weight
 
-    def add(self, above: float, below: float, fade: float = _FADE) -> None:
+    def add(self, above: float, below: float, fade: float | None = None) -> None:
         """Add to both what one step gave."""
+        fade = self._fade if fade is None else fade
         self._above, self._below = fade * self._above + above, fade * self._below + below
 
     @property
@@ -49,9 +54,11 @@ class Ledger:
     against plain ones, whose seconds are expected by the same table; and whether asking pays.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, count: int = _SURE) -> None:
+        """count: sequences of a step."""
         # Of each: what was expected and found, or given and taken, in tokens and seconds of a plain step.
-        self._tokens, self._drafted_s, self._plain_s = Sums(), Sums(), Sums()
+        self._tokens = Sums(weight=min(1.0, count / _SURE))  # what one draft gives is chance
+        self._drafted_s, self._plain_s = Sums(), Sums()
         self._asked, self._rested = Sums(_HOPED), Sums()
         self._turn = 0
 
@@ -59,13 +66,12 @@ class Ledger:
         """Learn from a step: it gave so many times the tokens of a plain one, in so many seconds."""
         seconds /= promise.plain_s
         (self._asked if promise.asked else self._rested).add(tokens, seconds)
-        if not promise.asked:
-            return
         if promise.tokens > 1:
             self._tokens.add(promise.tokens, tokens)
             self._drafted_s.add(promise.seconds, seconds)
-        else:
-            self._plain_s.add(promise.seconds, seconds)
+            return
+        self._plain_s.add(promise.seconds, seconds)
+        if promise.asked:
             self._tokens.add(_KINDLY, _KINDLY, _FORGIVE)
             self._drafted_s.add(_KINDLY, _KINDLY, _FORGIVE)
 
@@ -80,11 +86,17 @@ class Ledger:
         """Tokens per second of steps that ask, over those of steps that rest."""
         return self._asked.ratio / self._rested.ratio
 
-    def rests(self, needed: float, every: int) -> bool:
+    def rests(self, needed: float, every: int, *, fresh: bool = False) -> bool:
         """True if the next step should not ask. Where asking gains less than what is `needed`, one of `every`
-        so many steps asks; else some rest, to compare.
+        so many steps asks; else some rest, to compare. The first ones rest: they show what a plain step takes
+        here, which no draft is to blame for. With a `fresh` request all others ask: what older ones gained
+        says little of it.
         """
         self._turn += 1
+        if self._turn <= _FIRST:
+            return True
+        if fresh:
+            return False
         if self.gain < needed:
             return self._turn % every != 0
         return self.gain < _CLEAR and self._turn % _COMPARE == 0
