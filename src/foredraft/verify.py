@@ -54,8 +54,7 @@ def verify_exact(draft: Draft, target_laws: Tensor, noise: Noise, pos: int) -> V
     Exact for all three draws (tests/exact), if the draft was drawn with other noise (a fork). Raises
     ValueError for a coupled draft, which knows the noise with which what is left would be drawn.
     """
-    if draft.draw == "coupled":
-        raise ValueError("a coupled draft knows the noise used here: it is exact under verify_matched only")
+    refuse_coupled(draft)
     below = children(draft.parents)
     path: list[int] = []
     row = 0
@@ -65,6 +64,12 @@ def verify_exact(draft: Draft, target_laws: Tensor, noise: Noise, pos: int) -> V
             return Verdict(tuple(path), draw(left, noise, pos + len(path)), recovered=bool(below[row]))
         path.append(node)
         row = node + 1
+
+
+def refuse_coupled(draft: Draft) -> None:
+    """Raise ValueError for a draft that rejection would not be exact for."""
+    if draft.draw == "coupled":
+        raise ValueError("a coupled draft knows the noise used here: it is exact under verify_matched only")
 
 
 def _try_siblings(

@@ -17,6 +17,7 @@ from torch import Tensor
 from foredraft.sampling import Noise, argmax, draw_rows
 from foredraft.tree import children, depths
 from foredraft.types import Draft, Verdict
+from foredraft.verify import refuse_coupled
 
 Rule = Literal["greedy", "exact", "matched"]
 
@@ -93,6 +94,8 @@ def make_forest(jobs: Sequence[Job], *, with_laws: bool) -> Forest:
     drafts = [job.draft for job in jobs]
     nodes = max(len(draft) for draft in drafts)
     laws = None
+    for draft in drafts if with_laws else ():
+        refuse_coupled(draft)
     if with_laws and any(draft.laws is not None for draft in drafts):
         none = torch.zeros(0, vocab, device=device)
         laws = _stack([none if draft.laws is None else draft.laws for draft in drafts], nodes + 1)

@@ -155,6 +155,12 @@ def test_matching_leaves_the_law(noise: str) -> None:
     assert Run(Method(CHAIN, "iid", batch_matched, noise_of), seed=5).pvalue() > 1e-6
 
 
+def test_matching_leaves_the_law_under_coupled_trees() -> None:
+    """Whose siblings are the first to arrive in the race that the target will run."""
+    method = Method(TREE, "distinct", batch_matched, lambda noise: noise)
+    assert Run(method, seed=5).pvalue() > 1e-6
+
+
 @pytest.mark.parametrize("draw", ["iid", "distinct"])
 def test_the_drafts_here_are_those_of_draw_siblings(draw: str) -> None:
     run = Run(Method((-1, -1), draw), seed=3)
