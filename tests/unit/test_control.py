@@ -274,7 +274,7 @@ def test_the_first_steps_show_what_plain_ones_take() -> None:
     assert ledger.trust > blamed.trust + 0.15
 
 
-def test_a_new_request_asks_whatever_others_gained() -> None:
+def test_a_new_lone_request_asks_whatever_others_gained() -> None:
     controller = AcceptanceBudget(Source(8), costs=passes())
     clockwork = Clockwork(controller, RATES["useless"], level_s=0.001)
 

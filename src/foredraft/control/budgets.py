@@ -25,7 +25,7 @@ _UNTRIED = 32  # steps after which a method is tried again although another prom
 _LEARN = 0.1  # weight of the newest step in times
 _FOR = 16  # steps for the sake of which a method reads what it has not read of a text
 _PAYS, _PAYS_ALL = 1.02, 1.1  # gain of asking that is enough; the same while a request is behind
-_FRESH = 8  # steps in which a request asks although others did not gain by it
+_FRESH = 8  # steps in which a lone request asks although others did not gain by it
 _ASK = 8  # one step of about so many asks where it does not pay
 _SHARE, _DEBT = 0.005, 2.0  # plain steps that a request may lose by a step for others; most that it owes
 _AGAIN = 16  # steps for which what was weighed holds, if nothing was learnt and the same is asked
@@ -87,7 +87,7 @@ class AcceptanceBudget:
         behind = count > 1 and not steady and any(its.slack < 0 for its in self._requests.values())
         every = _ASK if steady else min(2 * _ASK, max(_ASK // 2, 2 * count))
         known = self._requests.values()
-        fresh = count > len(known) or any(request.steps < _FRESH for request in known)
+        fresh = count == 1 and (not known or any(request.steps < _FRESH for request in known))
         rests = self._ledger(count).rests(_PAYS_ALL if behind else _PAYS, every, fresh=fresh)
         if rests and batch_tokens == count:
             self._promise = Promise(1, 1, self._plain_s(count), asked=False)
