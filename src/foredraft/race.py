@@ -1,6 +1,5 @@
-"""Races over a vocabulary on a CPU: who arrives first, and the noise of those that may be drafted.
-
-Twins of what noise.py says, for one key at a time and without looking at most tokens closely.
+"""A race of all tokens of a vocabulary, on a CPU: who arrives first by the exponentials of noise.py, found
+without looking at most of them closely.
 """
 
 from __future__ import annotations

@@ -236,8 +236,12 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def draw(law: Tensor, noise: Noise, pos: int, sibling: int = 0) -> int:
-    """Draw one token from a law [vocab] with the noise of `pos`; see `draw_rows`."""
-    return int(draw_rows(law.unsqueeze(0), torch.tensor([noise.key(pos, sibling)], device=law.device)))
+    """Draw one token from a law [vocab] with the noise of `pos`, as `draw_rows` does; far faster on a CPU."""
+    key = noise.key(pos, sibling)
+    if law.device.type != "cpu":
+        return int(draw_rows(law.unsqueeze(0), torch.tensor([key], device=law.device)))
+    chances = np.ascontiguousarray(law.numpy())
+    return int(first_to_arrive(chances, key, int(chances.argmax())))
 
 
 def draw_rows(laws: Tensor, keys: Tensor) -> Tensor:
@@ -247,10 +251,6 @@ def draw_rows(laws: Tensor, keys: Tensor) -> Tensor:
     the winner has exactly the law (the Gumbel-max trick without its second logarithm). Two laws raced with
     the same noise agree about as often as any coupling lets them (arXiv 2408.07978).
     """
-    if laws.device.type == "cpu":
-        rows = np.ascontiguousarray(laws.numpy())
-        racing = zip(rows, keys.tolist(), rows.argmax(-1).tolist(), strict=True)
-        return torch.tensor([first_to_arrive(*its) for its in racing], dtype=torch.int64)
     tokens = torch.arange(laws.shape[-1], device=laws.device)
     return (exponentials(keys.unsqueeze(-1), tokens) / laws).argmin(-1)
 

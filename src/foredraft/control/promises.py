@@ -14,7 +14,7 @@ _LEAST = 0.5  # trust
 _HOPED = 1.1  # of steps that ask over those that rest, before any was seen
 _CLEAR = 1.25  # gain from which on no step rests to compare
 _SOON, _SEEN = 8, 8.0  # steps within which a place is taken again; places over which that is judged
-_FIRST = 4  # steps that only show what plain ones take
+_FIRST = 4  # plain steps of a lone request before its drafted ones are blamed for their seconds
 _COMPARE = 16  # where asking pays, one step of so many rests
 
 
@@ -60,7 +60,7 @@ class Ledger:
         self._tokens = Sums(weight=min(1.0, count / _SURE))  # what one draft gives is chance
         self._drafted_s, self._plain_s = Sums(), Sums()
         self._asked, self._rested = Sums(_HOPED), Sums()
-        self._turn = 0
+        self._turn, self._unknown = 0, _FIRST if count == 1 else 0
 
     def observe(self, promise: Promise, tokens: float, seconds: float) -> None:
         """Learn from a step: it gave so many times the tokens of a plain one, in so many seconds."""
@@ -68,8 +68,10 @@ class Ledger:
         (self._asked if promise.asked else self._rested).add(tokens, seconds)
         if promise.tokens > 1:
             self._tokens.add(promise.tokens, tokens)
-            self._drafted_s.add(promise.seconds, seconds)
+            if self._unknown == 0:
+                self._drafted_s.add(promise.seconds, seconds)
             return
+        self._unknown = max(0, self._unknown - 1)
         self._plain_s.add(promise.seconds, seconds)
         if promise.asked:
             self._tokens.add(_KINDLY, _KINDLY, _FORGIVE)
@@ -88,13 +90,10 @@ class Ledger:
 
     def rests(self, needed: float, every: int, *, fresh: bool = False) -> bool:
         """True if the next step should not ask. Where asking gains less than what is `needed`, one of `every`
-        so many steps asks; else some rest, to compare. The first ones rest: they show what a plain step takes
-        here, which no draft is to blame for. With a `fresh` request all others ask: what older ones gained
+        so many steps asks; else some rest, to compare. With a `fresh` request all ask: what older ones gained
         says little of it.
         """
         self._turn += 1
-        if self._turn <= _FIRST:
-            return True
         if fresh:
             return False
         if self.gain < needed:
