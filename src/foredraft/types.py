@@ -142,10 +142,15 @@ class Draft:
     def __post_init__(self) -> None:
         assert len(self.parents) == len(self.tokens)
         assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        assert self.draw in ("fixed", "coupled") or self.laws is not None or not self.parents
+        assert not self.is_drawn or self.laws is not None or not self.parents
 
     def __len__(self) -> int:
         return len(self.parents)
+
+    @property
+    def is_drawn(self) -> bool:
+        """True if siblings were drawn from laws, which the rejection rule weighs."""
+        return self.draw in ("iid", "distinct")
 
 
 NO_DRAFT = Draft(tokens=torch.empty(0, dtype=torch.int64), parents=())

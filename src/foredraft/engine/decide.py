@@ -45,7 +45,7 @@ def decide(
 def _rule(seq: Sequence, draft: Draft) -> Rule:
     if seq.params.greedy:
         return "greedy"
-    return "matched" if seq.params.reproducible or draft.draw in ("fixed", "coupled") else "exact"
+    return "exact" if draft.is_drawn and not seq.params.reproducible else "matched"
 
 
 def _job(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -> Job:

@@ -20,7 +20,7 @@ from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
-from foredraft.propose.guess import at_nodes, drawn, foreseen
+from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
@@ -59,7 +59,7 @@ class _Growing:
             return NO_DRAFT
         tokens, parents = torch.tensor(self.tokens), tuple(self.parents)
         if not self.laws:
-            return Draft(tokens, parents, draw="fixed" if self.seq.params.greedy else "coupled")
+            return Draft(tokens, parents, draw=draw_of(self.seq.params))
         # Nothing is drawn after the last node, so the row after it is never read.
         return Draft(tokens, parents, torch.stack([*self.laws, torch.zeros_like(self.laws[0])]), "iid")
 

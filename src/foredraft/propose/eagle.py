@@ -23,7 +23,7 @@ from foredraft.models.compiled_head import CompiledEagle, Waiting, can_compile_h
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
 from foredraft.models.kernels import BEST, LEVELS
-from foredraft.propose.guess import at_nodes, drawn, foreseen, future, is_processed, luck
+from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen, future, is_processed, luck
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
@@ -98,7 +98,7 @@ class _Growing:
         parents = [-1 if self.parents[c] < 0 else node_of[self.fed[self.parents[c]]] for c in kept]
         tokens = torch.tensor([self.tokens[c] for c in kept])
         if not self.laws:
-            return Draft(tokens, tuple(parents), draw="fixed" if self.seq.params.greedy else "coupled")
+            return Draft(tokens, tuple(parents), draw=draw_of(self.seq.params))
         return Draft(tokens, tuple(parents), torch.stack([*self.laws, torch.zeros_like(self.laws[0])]), "iid")
 
 

@@ -12,7 +12,7 @@ from foredraft import sampling
 from foredraft.engine.sequence import Sequence
 from foredraft.models import kernels
 from foredraft.noise import exponentials
-from foredraft.types import SamplingParams
+from foredraft.types import Draw, SamplingParams
 
 _WHOLE, _TRUNCATED = 0.75, 0.55  # measured: docs/drafting.md
 
@@ -41,6 +41,11 @@ def luck(params: SamplingParams) -> float:
     """
     truncated = params.top_k > 0 or params.top_p < 1 or params.min_p > 0
     return params.temperature * (_TRUNCATED if truncated else _WHOLE)
+
+
+def draw_of(params: SamplingParams) -> Draw:
+    """Return how siblings that `foreseen` ranked were chosen."""
+    return "fixed" if params.greedy else "coupled"
 
 
 def future(seq: Sequence, at: Iterable[int]) -> list[int]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from foredraft.engine.sequence import Sequence
 from foredraft.models.fast_head import FastMedusa
 from foredraft.models.heads import MedusaHeads
-from foredraft.propose.guess import foreseen
+from foredraft.propose.guess import draw_of, foreseen
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
 RANKS = 8  # likeliest tokens of a head that are looked at
@@ -64,8 +64,7 @@ class MedusaProposer:
             for place, (seq, size) in enumerate(sizes.items()):
                 scores = best[place, : seq.levels_left].tolist()
                 paths = grow(scores, size) if self.tree is None else _fitting(self.tree, size, len(scores))
-                draft = tree_of(paths, tokens[place].tolist())
-                drafts[seq] = draft if seq.params.greedy else replace(draft, draw="coupled")
+                drafts[seq] = replace(tree_of(paths, tokens[place].tolist()), draw=draw_of(seq.params))
         return list(drafts.values())
 
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
