@@ -101,6 +101,12 @@ def train(
     with group.main_process_first():  # the others find all prompts answered
         collected = _answers(target, facts, files, work / "answers", options, progress)
     learning, held = _both(*split(collected.answers, _HELD_OUT))
+    if group.is_main_process:
+        left = len(collected.answers) - len(learning) - len(held)
+        progress.console.print(
+            f"{len(collected.answers)} answers: {len(learning)} to learn from, {len(held)} to measure on, {left} "
+            f"left out (a single token, or held out beyond {_MEASURED})"
+        )
     held_batch = stack(held, collected.states()).to(target.device)
     setting = recipes.Setting(target, facts, _modules(path, target), held, held_batch, start)
     plan = Plan(options.epochs, LEARNING_RATES[kind])
