@@ -26,7 +26,7 @@ def report(
 
     foredraft report measure.jsonl --out report.html
 
-    foredraft report before.jsonl after.jsonl --by-category
+    foredraft report load-1.jsonl load-8.jsonl --by-category
     """
     need_extra()
     from foredraft.measure.records import read_record

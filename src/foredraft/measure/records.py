@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
+from functools import reduce
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
@@ -163,47 +164,58 @@ class RecordFile:
 
 def read_record(paths: Iterable[Path]) -> Record:
     """Read one measurement, or several that differ in their arms or loads, as one; raises ConfigError."""
-    record: Record | None = None
+    found: list[Record] = []
     for path in paths:
         for where, row in read_rows(path):
             try:
-                record = _take(row, record)
+                _take(row, found)
             except (KeyError, TypeError, ValueError) as error:
                 raise ConfigError(f"{where} is no line of a measurement: {error}") from error
-    if record is None or not record.results:
+    if not any(record.results for record in found):
         raise ConfigError(
             "there is no measured request in the file: give what `foredraft measure --out` wrote"
         )
-    return record
+    return reduce(_joined, found)
 
 
-def _take(row: dict[str, Any], record: Record | None) -> Record:
+def _take(row: dict[str, Any], found: list[Record]) -> None:
+    """Add a line to the newest measurement; a header begins one."""
     kind = row.pop("kind", None)
     if kind == "header":
         if row.get("format") != FORMAT:
             raise ValueError(f"format {row.get('format')!r} is not {FORMAT}, which this version reads")
-        header = _make(Header, row | {"arms": tuple(_make(ArmInfo, arm) for arm in row["arms"])})
-        return Record(header) if record is None else _joined(record, header)
-    if record is None:
+        arms = tuple(_make(ArmInfo, arm) for arm in row["arms"])
+        found.append(Record(_make(Header, row | {"arms": arms})))
+        return
+    if not found:
         raise ValueError("the header is missing")
     if row.get("acceptance") is not None:
         row["acceptance"] = _make(Acceptance, row["acceptance"])
     if kind == "request":
-        record.results.append(_make(Result, row))
+        found[-1].results.append(_make(Result, row))
     elif kind == "counters":
-        record.counters.append(_make(BlockCounters, row))
+        found[-1].counters.append(_make(BlockCounters, row))
     else:
         raise ValueError(f"kind {kind!r} is unknown")
-    return record
 
 
-def _joined(record: Record, other: Header) -> Record:
-    """Several files are one measurement: arms and loads are united, the first file's baseline stays."""
-    mine = record.header
-    arms = mine.arms + tuple(arm for arm in other.arms if arm.name not in {a.name for a in mine.arms})
-    loads = tuple(dict.fromkeys(mine.loads + other.loads))
-    values = {item.name: getattr(mine, item.name) for item in fields(mine)} | {"arms": arms, "loads": loads}
-    return Record(Header(**values), record.results, record.counters)
+def _joined(record: Record, other: Record) -> Record:
+    """Unite arms and loads; the first one's baseline stays.
+
+    An arm at a load belongs to one run: its requests are paired with those of the baseline by their ids, and
+    its times begin with the run.
+    """
+    twice = {(r.arm, r.load) for r in record.results} & {(r.arm, r.load) for r in other.results}
+    if twice:
+        arm, load = min(twice)
+        raise ConfigError(
+            f"arm {arm!r} at load {load} was measured in two of these runs, and figures of different runs "
+            "are not to be mixed: give each file alone, or measure all arms in one run"
+        )
+    mine, its = record.header, other.header
+    arms = mine.arms + tuple(arm for arm in its.arms if arm.name not in record.arms)
+    header = replace(mine, arms=arms, loads=tuple(dict.fromkeys(mine.loads + its.loads)))
+    return Record(header, record.results + other.results, record.counters + other.counters)
 
 
 def _make(kind: type[_T], row: Mapping[str, Any]) -> _T:
