@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
@@ -190,6 +191,13 @@ def test_the_command_writes_records_that_report_reads(tmp_path: Path, capsys: An
     shown = capsys.readouterr()
     assert "Load 1 (at once): fast" in shown.out
     assert "metrics.speculative_decoding" in shown.err
+    one, many = tmp_path / "one.jsonl", tmp_path / "many.jsonl"
+    kept = out.read_text().splitlines(keepends=True)
+    for path, load in ((one, "1"), (many, "2")):
+        path.write_text(kept[0] + "".join(line for line in kept[1:] if json.loads(line)["load"] == load))
+    assert summary(read_record([one, many]))["figures"] == summary(read_record([out]))["figures"]
+    with pytest.raises(ConfigError, match="'baseline' at load 1 was measured in two of these runs"):
+        read_record([out, one])
     record = read_record([out])
     assert {(r.arm, r.load) for r in record.results} == {(a, n) for a in ("baseline", "fast") for n in "12"}
     assert record.header.machine["cores"]
@@ -313,12 +321,47 @@ vllm:spec_decode_num_accepted_tokens_created 1.7e9
 """
 
 
+NOTHING_YET = re.sub(r" [\d.e]+$", " 0", PAGE, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("engine", ["vllm", "foredraft", "llamacpp"])
 def test_counters_of_engines_are_read(engine: str) -> None:
-    after = parse_metrics(PAGE.replace("vllm", engine))
-    told = from_counters({}, after, emitted=32)
+    before, after = (parse_metrics(page.replace("vllm", engine)) for page in (NOTHING_YET, PAGE))
+    told = from_counters(before, after, emitted=32)
     assert told is not None
     assert (told.accepted, told.levels, told.steps, told.accepted_at) == (12, 30, 20, (8, 4))
+
+
+def test_a_server_that_counts_levels_and_tokens_is_believed() -> None:
+    own = "foredraft:spec_decode_num_draft_levels_total 24\nforedraft:generation_tokens_total 40\n"
+    page = PAGE.replace("vllm", "foredraft") + own
+    before = {key: 0.0 for key in parse_metrics(page)}
+    told = from_counters(before, parse_metrics(page), emitted=None)  # some of the answers failed
+    assert told is not None
+    assert (told.drafted, told.levels, told.emitted, told.steps) == (30, 24, 40, 28)
+
+
+def test_half_of_a_reading_is_none() -> None:
+    after = parse_metrics(PAGE)
+    assert from_counters({}, after, emitted=32) is None  # else a server's whole past would be this block's
+    assert from_counters(after, {}, emitted=32) is None
+    assert from_counters(parse_metrics(NOTHING_YET), after, emitted=None) is None
+
+
+def test_our_own_answers_tell_levels() -> None:
+    vllm = {"num_accepted_draft_tokens": 6, "num_draft_tokens": 40, "acceptance_histogram": [1, 3, 0, 1]}
+    own = {"steps": 7, "drafted": 40, "levels": 15, "accepted": 6, "emitted": 13, "accepted_at": [4, 1, 1]}
+    told = from_response({"metrics": {"speculative_decoding": vllm, "foredraft": own}}, emitted=13)
+    assert told is not None
+    assert (told.steps, told.levels, told.emitted, told.accepted_at) == (7, 15, 13, (4, 1, 1))
+    told = from_response({"metrics": {"speculative_decoding": vllm}}, emitted=13)
+    assert told is not None
+    assert (told.steps, told.levels, told.accepted_at) == (7, 40, (4, 1, 1))
+
+
+def test_gauges_of_several_ranks_are_averaged() -> None:
+    page = "".join(f'sglang:spec_accept_length{{dp_rank="{rank}"}} {2 + rank / 2}\n' for rank in range(2))
+    assert parse_metrics(page) == {"gauge.mean_emitted": 2.25}
 
 
 def test_other_engines_are_converted() -> None:
@@ -327,7 +370,7 @@ def test_other_engines_are_converted() -> None:
     assert told is not None
     assert (told.steps, told.accepted, told.levels) == (40, 60, 120)
     trt = "trtllm_spec_decode_num_draft_tokens_total 8\ntrtllm_spec_decode_num_accepted_tokens_total 4\n"
-    told = from_counters({}, parse_metrics(trt), emitted=10)
+    told = from_counters({"drafted": 0.0, "accepted": 0.0}, parse_metrics(trt), emitted=10)
     assert told is not None
     assert (told.steps, told.accepted, told.levels) == (6, 4, 8)
     timings = {"timings": {"predicted_n": 20, "draft_n": 15, "draft_n_accepted": 10}}

@@ -1,7 +1,8 @@
 """Acceptance as servers tell it, converted to ours.
 
 Counters (Prometheus): vLLM's names under vllm:, foredraft: and llamacpp:, TensorRT-LLM's, SGLang's gauges.
-Per response: vLLM's `metrics.speculative_decoding` (ours too), llama.cpp's `timings`, SGLang's `meta_info`.
+Per response: our own `metrics.foredraft`, vLLM's `metrics.speculative_decoding`, llama.cpp's `timings`,
+SGLang's `meta_info`.
 What other engines call "drafts" are steps that drafted. Ours count every step, so steps are derived from the
 tokens: each step emits what it accepted and one more.
 """
@@ -9,6 +10,7 @@ tokens: each step emits what it accepted and one more.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -19,17 +21,20 @@ _SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([-+\w.]+)")
 _POSITION = re.compile(r'position="(\d+)"')
 _PREFIXES = ("vllm:", "foredraft:", "llamacpp:")
 _TRT = "trtllm_spec_decode_num_"
+_EMITTED = ("vllm:generation_tokens", "foredraft:generation_tokens", "llamacpp:tokens_predicted")
 
 Counters = dict[str, float]
 
 
 def parse_metrics(text: str) -> Counters:
-    """Return what a /metrics page says about speculation, under our keys, labels but the position summed.
+    """Return what a /metrics page says about speculation, under our keys.
 
-    drafted, accepted, accepted_at.<depth> for counters, gauge.mean_emitted and gauge.accept_rate for SGLang;
-    `engine` holds no number but is a key with the prefix found.
+    Counters, summed over all labels but the position: drafted, levels (only ours), accepted,
+    accepted_at.<depth> and emitted, all tokens. Gauges of SGLang, the mean over its parts:
+    gauge.mean_emitted and gauge.accept_rate.
     """
     found: Counters = {}
+    parts: Counter[str] = Counter()
     for line in text.splitlines():
         match = _SAMPLE.match(line)
         if match is None:
@@ -41,7 +46,8 @@ def parse_metrics(text: str) -> Counters:
             found[key] = found.get(key, 0.0) + float(match[3])
         except ValueError:
             continue
-    return found
+        parts[key] += 1
+    return {key: value / parts[key] if key.startswith("gauge.") else value for key, value in found.items()}
 
 
 def _key(name: str, labels: str) -> str | None:
@@ -50,6 +56,8 @@ def _key(name: str, labels: str) -> str | None:
         return "gauge.mean_emitted" if name.endswith("length") else "gauge.accept_rate"
     if name.startswith(_TRT):
         return {"draft_tokens": "drafted", "accepted_tokens": "accepted"}.get(name.removeprefix(_TRT))
+    if name in _EMITTED:
+        return "emitted"
     prefix = next((prefix for prefix in _PREFIXES if name.startswith(prefix + "spec_decode_num_")), None)
     if prefix is None:
         return None
@@ -57,25 +65,31 @@ def _key(name: str, labels: str) -> str | None:
     position = _POSITION.search(labels)
     if rest == "accepted_tokens_per_pos" and position:
         return f"accepted_at.{position[1]}"
-    return {"draft_tokens": "drafted", "accepted_tokens": "accepted", "drafts": "drafts"}.get(rest)
+    return {"draft_tokens": "drafted", "draft_levels": "levels", "accepted_tokens": "accepted"}.get(rest)
 
 
-def from_counters(before: Counters, after: Counters, emitted: int) -> Acceptance | None:
-    """Return the acceptance between two readings, for `emitted` tokens; None if there is none to read."""
-    if "drafted" in after and "accepted" in after:
+def from_counters(before: Counters, after: Counters, emitted: int | None) -> Acceptance | None:
+    """Return the acceptance between two readings; None if one of them failed or says nothing of it.
+
+    emitted: tokens in between where the server does not count them; None: not all of them are known.
+    """
+    if {"drafted", "accepted"} <= before.keys() & after.keys():
         grown = {key: int(after[key] - before.get(key, 0.0)) for key in after}
+        emitted = grown.get("emitted", emitted)
+        if emitted is None:
+            return None
         depths = sorted(int(key.split(".")[1]) for key in grown if key.startswith("accepted_at."))
+        rate = "accepted / levels" if "levels" in grown else "accepted / drafted (a chain)"
         return Acceptance(
-            source="counters of /metrics; accept_rate = accepted / drafted (a chain), "
-            "steps = tokens - accepted",
+            source=f"counters of /metrics; accept_rate = {rate}, steps = tokens - accepted",
             steps=max(emitted - grown["accepted"], 0),
             drafted=grown["drafted"],
-            levels=grown["drafted"],
+            levels=grown.get("levels", grown["drafted"]),
             accepted=grown["accepted"],
             emitted=emitted,
             accepted_at=tuple(grown[f"accepted_at.{depth}"] for depth in depths),
         )
-    if after.get("gauge.mean_emitted", 0.0) >= 1.0:
+    if emitted is not None and after.get("gauge.mean_emitted", 0.0) >= 1.0:
         return _from_means(after["gauge.mean_emitted"], after.get("gauge.accept_rate", 0.0), emitted)
     return None
 
@@ -98,7 +112,11 @@ def _from_means(mean_emitted: float, accept_rate: float, emitted: int) -> Accept
 def from_response(answer: Mapping[str, Any], emitted: int) -> Acceptance | None:
     """Return the acceptance that a response (or its last chunk) tells of itself, or None."""
     metrics = answer.get("metrics")
-    told = metrics.get("speculative_decoding") if isinstance(metrics, Mapping) else None
+    metrics = metrics if isinstance(metrics, Mapping) else {}
+    told = metrics.get("foredraft")
+    if isinstance(told, Mapping) and "levels" in told:
+        return _from_ours(told)
+    told = metrics.get("speculative_decoding")
     if isinstance(told, Mapping) and "num_accepted_draft_tokens" in told:
         return _from_vllm(told, emitted)
     timings = answer.get("timings")
@@ -123,6 +141,12 @@ def _chain(source: str, drafted: int, accepted: int, emitted: int) -> Acceptance
         accepted=accepted,
         emitted=emitted,
     )
+
+
+def _from_ours(told: Mapping[str, Any]) -> Acceptance:
+    counts = {name: int(told[name]) for name in ("steps", "drafted", "levels", "accepted", "emitted")}
+    at = tuple(int(count) for count in told["accepted_at"])
+    return Acceptance(source="metrics.foredraft of each response", accepted_at=at, **counts)
 
 
 def _from_vllm(told: Mapping[str, Any], emitted: int) -> Acceptance:

@@ -65,7 +65,7 @@ def compare(where: str, base: Answered, other: Answered, noise: float) -> Greedy
     """Judge one request by the baseline's own log-probabilities."""
     at = first_difference(base, other)
     if at is None:
-        return GreedyFinding(where, "same")
+        return GreedyFinding(where, "same", noise=noise)
     gap: float | None = None
     if base.tokens and other.tokens and at < min(len(base.tokens), len(other.tokens), len(base.tops)):
         top = base.tops[at]

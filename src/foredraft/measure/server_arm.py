@@ -91,7 +91,8 @@ class ServerArm:
     def end(self, results: Sequence[Result]) -> Acceptance | None:
         """Return what the counters grew by."""
         after = self.wait(self.client.counters())
-        return from_counters(self._before, after, sum(r.emitted for r in results if r.error is None))
+        whole = all(r.error is None for r in results)  # what a failed answer emitted is in the counters too
+        return from_counters(self._before, after, sum(r.emitted for r in results) if whole else None)
 
     def run(
         self, asks: Sequence[Ask], load: Load, block: int, origin: float, keep: Callable[[Result], None]

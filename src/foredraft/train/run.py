@@ -104,8 +104,8 @@ def train(
     if group.is_main_process:
         left = len(collected.answers) - len(learning) - len(held)
         progress.console.print(
-            f"{len(collected.answers)} answers: {len(learning)} to learn from, {len(held)} to measure on, {left} "
-            f"left out (a single token, or held out beyond {_MEASURED})"
+            f"{len(collected.answers)} answers: {len(learning)} to learn from, {len(held)} to measure on, "
+            f"{left} left out (a single token, or held out beyond {_MEASURED})"
         )
     held_batch = stack(held, collected.states()).to(target.device)
     setting = recipes.Setting(target, facts, _modules(path, target), held, held_batch, start)
