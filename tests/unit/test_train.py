@@ -224,6 +224,20 @@ def test_a_run_with_other_options_is_not_mixed_in(prompts: Path, model: Path, tm
     run("medusa", prompts, model, tmp_path / "out", options)
     with pytest.raises(CheckpointError, match="was begun with"):
         run("medusa", prompts, model, tmp_path / "out", replace(options, epochs=3))
+    for other in (replace(options, limit=12), replace(options, draft_vocab_size=90)):
+        with pytest.raises(CheckpointError, match="was begun with"):
+            run("medusa", prompts, model, tmp_path / "out", other)
+    for other in (replace(options, max_tokens=9), replace(options, temperatures=(0.5,))):
+        with pytest.raises(ConfigError, match="were made by"):
+            run("medusa", prompts, model, tmp_path / "out", other)
+
+
+def test_only_the_prompts_that_are_given_are_learnt_from(prompts: Path, model: Path, tmp_path: Path) -> None:
+    options = Options(epochs=1, max_tokens=8, draft_vocab_size=100, limit=12)
+    run("medusa", prompts, model, tmp_path, options)
+    (tmp_path / "work" / "training.pt").unlink()
+    fewer = run("medusa", prompts, model, tmp_path, replace(options, limit=8))
+    assert fewer["answers"] + fewer["held_out"] <= 8
 
 
 @pytest.mark.parametrize(

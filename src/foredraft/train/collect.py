@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.progress import Progress
@@ -83,11 +84,15 @@ class AnswerFile:
 
     States are written before the answer that owns them, so what a kill leaves half written is cut off when
     the directory is opened again.
+
+    made_by: what answers depend on beside their prompts, as JSON values. Raises ConfigError if those that are
+    there were made by something else.
     """
 
-    def __init__(self, path: Path, width: int) -> None:
+    def __init__(self, path: Path, width: int, made_by: Mapping[str, Any]) -> None:
         path.mkdir(parents=True, exist_ok=True)
         self.path, self.width = path, width
+        _check_origin(path / "made_by.json", made_by)
         self._lines, self._states = path / "answers.jsonl", path / "hidden.bin"
         self.answers = _load(self._lines)
         self._cut()
@@ -132,6 +137,18 @@ class AnswerFile:
         if found > wanted:
             with self._states.open("r+b") as file:
                 file.truncate(wanted)
+
+
+def _check_origin(path: Path, made_by: Mapping[str, Any]) -> None:
+    if path.exists():
+        found, wanted = path.read_text(encoding="utf-8"), json.dumps(made_by)
+        if found != wanted:
+            raise ConfigError(
+                f"the answers in {path.parent} were made by {found}, not by {wanted}: give the same model and "
+                "options, or remove them to collect anew"
+            )
+    else:
+        path.write_text(json.dumps(made_by), encoding="utf-8")
 
 
 def _load(path: Path) -> list[Answer]:

@@ -31,13 +31,14 @@ _DECAYING = 0.5  # share of the steps, at the end, in which the learning rate fa
 @dataclass(frozen=True, slots=True)
 class Plan:
     """epochs at most: it ends when two in a row do not raise what drafting measures. tokens: of answers, a
-    step.
+    step. data: a hash of what is learnt from, so that a run does not go on with something else.
     """
 
     epochs: int
     learning_rate: float
     tokens: int = 512
     seed: int = 0
+    data: str = ""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from foredraft.errors import ConfigError
 from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.models.checkpoint import TargetFacts, target_facts
 from foredraft.propose.factory import draft_dir
+from foredraft.propose.heads import fingerprint
 from foredraft.train import recipes
 from foredraft.train.collect import Answer, AnswerFile, collect
 from foredraft.train.data import split, stack
@@ -99,20 +100,21 @@ def train(
     start = None if options.start_from is None else draft_dir(options.start_from, target)
     work = out / "work"
     with group.main_process_first():  # the others find all prompts answered
-        collected = _answers(target, facts, files, work / "answers", options, progress)
-    learning, held = _both(*split(collected.answers, _HELD_OUT))
+        collected, answers = _answers(target, facts, files, work / "answers", options, progress)
+    learning, held = _both(*split(answers, _HELD_OUT))
     if group.is_main_process:
-        left = len(collected.answers) - len(learning) - len(held)
+        left = len(answers) - len(learning) - len(held)
         progress.console.print(
-            f"{len(collected.answers)} answers: {len(learning)} to learn from, {len(held)} to measure on, "
+            f"{len(answers)} answers: {len(learning)} to learn from, {len(held)} to measure on, "
             f"{left} left out (a single token, or held out beyond {_MEASURED})"
         )
     held_batch = stack(held, collected.states()).to(target.device)
     setting = recipes.Setting(target, facts, _modules(path, target), held, held_batch, start)
-    plan = Plan(options.epochs, LEARNING_RATES[kind])
+    vocab = options.draft_vocab_size or _DRAFT_VOCAB
+    plan = Plan(options.epochs, LEARNING_RATES[kind], data=_digest(kind, vocab, options.start_from, learning))
     with torch.random.fork_rng():
         torch.manual_seed(plan.seed)
-        trainee = KINDS[kind](setting, learning, options.draft_vocab_size or _DRAFT_VOCAB)
+        trainee = KINDS[kind](setting, learning, vocab)
     done = fit(trainee, learning, collected.states(), plan, work, progress)
     if not group.is_main_process:
         return {}
@@ -130,12 +132,20 @@ def _answers(
     home: Path,
     options: Options,
     progress: Progress,
-) -> AnswerFile:
-    """Return the target's answers to the prompts of some files, and the states that recipes read."""
+) -> tuple[AnswerFile, list[Answer]]:
+    """Return a file with the states that recipes read, and the target's answers to the prompts of some files,
+    which may not be all that are in it.
+    """
     assert facts.path is not None
     prompts = load_prompts(files, load_tokenizer(facts.path), longest=options.longest)[: options.limit]
     layers = (*recipes.fused_layers(facts.num_layers), facts.num_layers)
-    collected = AnswerFile(home, facts.hidden_size * len(layers))
+    made_by = {
+        "target": fingerprint(facts),
+        "hidden_layers": layers,
+        "temperatures": options.temperatures,
+        "max_tokens": options.max_tokens,
+    }
+    collected = AnswerFile(home, facts.hidden_size * len(layers), made_by)
     collect(
         target,
         prompts,
@@ -145,7 +155,14 @@ def _answers(
         max_tokens=options.max_tokens,
         progress=progress,
     )
-    return collected
+    wanted = {prompt.key for prompt in prompts}
+    return collected, [answer for answer in collected.answers if answer.key in wanted]
+
+
+def _digest(kind: str, vocab: int, start_from: str | None, learning: Sequence[Answer]) -> str:
+    """Return a hash of what a run learns from, and in which order, and of what it begins with."""
+    told = json.dumps([kind, vocab, start_from, [answer.key for answer in learning]])
+    return hashlib.blake2b(told.encode(), digest_size=8).hexdigest()
 
 
 def provenance(
