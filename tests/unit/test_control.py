@@ -20,6 +20,7 @@ from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.sampling import Noise
 from foredraft.types import SamplingParams, Source, SpecStats, StepOutput
+from foredraft.zoo import kept
 
 SECONDS = {1: 0.015, 4: 0.015, 8: 0.0165, 16: 0.021, 32: 0.032, 64: 0.058, 128: 0.11}
 Rate = Callable[[str, int], float]  # chance that a guess for this position of the answer is right
@@ -429,6 +430,31 @@ def test_pass_costs_follow_what_passes_take() -> None:
         costs.observe(8, 1, 3.0)
     assert costs.seconds(1) == pytest.approx(1.0, rel=0.1)
     assert costs.seconds(8) == pytest.approx(3.0, rel=0.1)
+
+
+def test_requests_with_budgets_of_their_own_are_neither_probed_nor_in_the_way() -> None:
+    controller = AcceptanceBudget(Source(15))
+    clock = Clockwork(controller, lambda name, pos: 0.0 if pos < 100 else 0.95, level_s=0.001)
+    off = SamplingParams(max_tokens=10_000, budget=0)
+    live = [(Sequence(f"off {i}", off, [1], 1, 10_001, Noise(0), None, 0.0), SpecStats()) for i in range(2)]
+    live.append((sequence("auto", 10_000), SpecStats()))
+    for _ in range(500):
+        clock._step(live)
+    assert not any(clock.budgets[0::3] + clock.budgets[1::3])
+    assert min(clock.budgets[2::3][-100:]) > 2
+
+
+def test_another_model_at_the_same_place_is_timed_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cost, "_KEPT_S", 0.0)
+    monkeypatch.setattr(kept, "LEAST_BYTES", 1)
+    model, costs = tmp_path / "model", tmp_path / "costs"
+    model.mkdir()
+    for number, weights in enumerate(("small", "larger"), start=1):
+        (model / "weights").write_text(weights)
+        pass_costs(ContextTarget(), str(model), where=costs)
+        assert len(list(costs.iterdir())) == number
 
 
 def test_the_fastest_passes_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -155,10 +155,14 @@ class AcceptanceBudget:
 
         pairs = zip(seqs, requests, strict=True)
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
+        ours = [seq.params.budget == "auto" for seq in seqs]  # others have nothing to win by it, or to probe
+        gains = [some if its else [] for some, its in zip(gains, ours, strict=True)]
         drafted_by = [request.source for request in requests]
         least = WORTHWHILE / self._ledger(count).trust
         alone = count == 1 or self._turnover.steady
-        slacks = None if alone else [max(request.slack, 0.0) for request in requests]
+        slacks = None
+        if not alone:
+            slacks = [max(its.slack, 0.0) if own else inf for its, own in zip(requests, ours, strict=True)]
         begin_s = [
             self._unread_s(request) / max(1, min(_FOR, seq.levels_left))
             for seq, request in zip(seqs, requests, strict=True)

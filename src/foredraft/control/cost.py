@@ -245,7 +245,12 @@ def measure(
 
 
 def _key(target: Target, name: str) -> str:
-    facts = [name, type(target).__name__, str(getattr(target, "dtype", "")), str(target.device)]
+    facts = [
+        kept.model_key(Path(name)) or name,
+        type(target).__name__,
+        str(getattr(target, "dtype", "")),
+        str(target.device),
+    ]
     facts += [platform.node(), platform.processor(), platform.machine(), str(os.cpu_count())]
     facts += [str(torch.get_num_threads())]
     return kept.key(facts)

@@ -144,8 +144,8 @@ def _check_origin(path: Path, made_by: Mapping[str, Any]) -> None:
         found, wanted = path.read_text(encoding="utf-8"), json.dumps(made_by)
         if found != wanted:
             raise ConfigError(
-                f"the answers in {path.parent} were made by {found}, not by {wanted}: give the same model and "
-                "options, or remove them to collect anew"
+                f"the answers in {path.parent} were made by {found}, not by {wanted}: give the same model "
+                "and options, or remove them to collect anew"
             )
     else:
         path.write_text(json.dumps(made_by), encoding="utf-8")
