@@ -90,13 +90,13 @@ def test_recipes_are_what_engines_take() -> None:
     assert recipes("ngram", 0) == ["leave drafting off: foredraft serve --draft none"]
 
 
-def record(speedups: dict[str, float]) -> Record:
+def record(speedups: dict[str, float], drafted: int = 40, levels: int = 40) -> Record:
     """A server that drafts 4 a step, half of it accepted, and is so much faster at each load."""
     arms = tuple(ArmInfo(name, "server", "m", "", "", "usage") for name in ("base", "fast"))
     header = Header("c", "t", {}, {}, arms, tuple(speedups), 1, 0, 31)
     results = []
     for load, speedup in speedups.items():
-        told = Acceptance("counters", 10, 40, 40, 21, 31, (9, 7, 4, 1))
+        told = Acceptance("counters", 10, drafted, levels, 21, 31, (9, 7, 4, 1))
         base, fast = (Result("a", "all", arm, load, 0, 0.0, 3.1, 0.1, 31) for arm in ("base", "fast"))
         part = Result("a", "all", "fast", load, 0, 0.0, 0.1 + 3 / speedup, 0.1, 31, acceptance=told)
         results += [base, part]
@@ -113,6 +113,15 @@ def test_a_record_alone_gives_costs_and_a_budget() -> None:
     assert four.best_speedup < 1.2
     with pytest.raises(ConfigError, match="no variant"):
         estimates(Record(record({"1": 2.0}).header))
+
+
+@pytest.mark.parametrize(("drafted", "levels"), [(25, 25), (80, 40)])
+def test_of_trees_and_of_drafts_now_and_then_only_what_was_measured_is_told(
+    drafted: int, levels: int
+) -> None:
+    (one,) = estimates(record({"1": 2.0}, drafted, levels))
+    assert one.best_budget is None
+    assert one.best_speedup == pytest.approx(2.0)
 
 
 @pytest.fixture(scope="module")

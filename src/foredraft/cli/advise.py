@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli.arms import Answering, Asked
+from foredraft.cli.arms import Answering, Asked, need_extra
 from foredraft.cli.options import takes_options
 from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
@@ -43,6 +43,7 @@ def advise(
 
     foredraft advise --record measure.jsonl
     """
+    need_extra()
     from foredraft.measure.records import read_record
 
     if record:
@@ -145,7 +146,12 @@ def _from_record(record: Record, as_json: bool) -> None:
         return
     for one in found:
         what = f"budget {one.best_budget} would give {one.best_speedup:.2f}x between the prompt and the end"
-        if one.best_speedup < WORTH:
+        if one.best_budget is None:
+            what = (
+                f"{one.best_speedup:.2f}x between the prompt and the end; it drafted trees, or more at some "
+                "steps than at others, so the record does not tell what other budgets would give"
+            )
+        elif one.best_speedup < WORTH:
             what = "no budget pays"
         print(
             f"Load {one.load}: {one.arm} drafted {one.drafted:.1f} a step, {one.accept_rate:.0%} accepted, "
@@ -158,5 +164,5 @@ def _from_record(record: Record, as_json: bool) -> None:
         even = break_even([(int(one.load), one.measured) for one in mine])
         if even is not None:
             print(f"{arm}: pays below about {even:.0f} requests at once.")
-        if mine:
+        if mine and mine[0].best_budget is not None:
             print("\n".join(recipes(arm, mine[0].best_budget, int(even) if even and even > 1 else None)))

@@ -8,12 +8,18 @@ from foredraft.errors import ConfigError
 from foredraft.measure.records import Record
 from foredraft.measure.stats import Figures, figures
 
+_STEADY = (
+    0.8  # share of its deepest draft that a chain drafts on average, if it drafts the same at every step
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
     """A variant at a load: what was measured, and the budget that would have been best.
 
-    Drafting `drafted` nodes made a step take 1 + drafted * node_cost plain ones.
+    Drafting `drafted` nodes made a step take 1 + drafted * node_cost plain ones. best_budget: None where it
+    drafted trees, or not the same at every step, so that the record does not tell what other budgets would
+    give; best_speedup is that of what it did.
     """
 
     arm: str
@@ -22,7 +28,7 @@ class Estimate:
     drafted: float
     node_cost: float
     accept_rate: float
-    best_budget: int
+    best_budget: int | None
     best_speedup: float
 
 
@@ -51,7 +57,11 @@ def _estimate(base: Figures, mine: Figures) -> Estimate | None:
         return None
     drafted = told.drafted / told.steps
     node_cost = max(mine.inter_token * emitted / base.inter_token - 1, 0.0) / drafted
-    reached = mine.accepted_at or _geometric(rate, round(drafted))
+    as_it_was = emitted / (1 + drafted * node_cost)
+    levels = len(mine.accepted_at) or round(drafted)
+    if told.levels != told.drafted or not levels or drafted < _STEADY * levels:
+        return Estimate(mine.arm, mine.load, mine.speedup.value, drafted, node_cost, rate, None, as_it_was)
+    reached = mine.accepted_at or _geometric(rate, levels)
     tokens, best, speed = 1.0, 0, 1.0
     for budget, share in enumerate(reached, 1):
         tokens += share
