@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from foredraft.measure.laws import LawTest, detectable, looks, spent, tree_test
@@ -17,6 +18,8 @@ _BATCH = 256  # answers asked for at once
 # Flat and short: guesses are about as often right as each of these tokens, and the law is all told.
 _HOT = {"temperature": 8.0, "top_k": 19, "max_tokens": 16}
 _PILOT = 4  # answers by which prompts are chosen
+_SEEDS = 2**20  # of a stream, so that none meets another
+_PILOT_STREAM = 2**10
 _MOST = 50.0  # what one guess counts for then
 _LIKELY = 3.0  # as many likely next tokens show most
 
@@ -83,7 +86,7 @@ def choose(
 
 def _worth(subject: Subject, body: Mapping[str, Any]) -> float:
     said = {**_said(body), "logprobs": subject.tops}
-    asked = [{**said, "seed": 2**30 + seed} for seed in range(_PILOT)]
+    asked = [{**said, "seed": _PILOT_STREAM * _SEEDS + seed} for seed in range(_PILOT)]
     if subject.states_laws:
         hot = [one | _HOT for one in asked]
         places = [p for answer in subject.ask(hot, together=True) for p in _places(answer, hot[0])]
@@ -114,20 +117,20 @@ def check_sampled(
     stakes, found, refused, done, differs = Stakes(), LawTest(0.0, 0, 0.0, 1.0), "", 0, False
     for size, share in zip(sizes, spent(sizes, alpha / 2), strict=True):
         on_part(f"sampled answers, {size} of {sizes[-1]}")
+        streams = count()  # of seeds: no two of all answers may share their noise
         for body, (mine, theirs) in zip(asked, pairs, strict=True):
-            refused = refused or _draw(baseline, body, mine, size, 0, None)
-            # other seeds: the sides must not share their noise
-            refused = refused or _draw(variant, body, theirs, size, 1, stakes if hot else None)
+            refused = refused or _draw(baseline, body, mine, size, next(streams), None)
+            refused = refused or _draw(variant, body, theirs, size, next(streams), stakes if hot else None)
         for body, into in zip(asked, hot, strict=False):
-            refused = refused or _draw(variant, body | _HOT, into, size, 1, stakes)
+            refused = refused or _draw(variant, body | _HOT, into, size, next(streams), stakes)
         found, done = tree_test(pairs), done + 1
         differs = found.pvalue < share or stakes.pvalue <= alpha / 2
         if refused or differs:
             break
-    count = max(len(pairs[0][1]), 1)
+    drawn = max(len(pairs[0][1]), 1)
     return SampledFinding(
         differs=differs,
-        answers=count,
+        answers=drawn,
         prompts=len(bodies),
         looks=done,
         statistic=found.statistic,
@@ -136,7 +139,7 @@ def check_sampled(
         pvalue=found.pvalue,
         alpha=alpha,
         power=_POWER,
-        detectable=detectable(count, alpha / 2, _POWER),
+        detectable=detectable(drawn, alpha / 2, _POWER),
         tokens=stakes.tokens,
         guesses=stakes.guesses,
         stated_pvalue=stakes.pvalue,
@@ -153,12 +156,14 @@ def _said(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _draw(
-    subject: Subject, body: Mapping[str, Any], into: list[Any], size: int, side: int, stakes: Stakes | None
+    subject: Subject, body: Mapping[str, Any], into: list[Any], size: int, stream: int, stakes: Stakes | None
 ) -> str:
-    """Add answers up to `size`, and their tokens to the stakes; return why not, if they are refused."""
+    """Add answers up to `size`, with seeds of a stream, and their tokens to the stakes; return why not, if
+    they are refused.
+    """
     while len(into) < size:
         seeds = range(len(into), min(size, len(into) + _BATCH))
-        found = subject.ask([{**body, "seed": 2 * seed + side} for seed in seeds], together=True)
+        found = subject.ask([{**body, "seed": stream * _SEEDS + seed} for seed in seeds], together=True)
         refused = next((answer.refused for answer in found if answer.refused), "")
         if refused:
             return refused
