@@ -217,8 +217,12 @@ def speed(records: Sequence[dict[str, Any]]) -> float:
 
 
 def bounds(records: Sequence[dict[str, Any]], arm: Arm, base: Arm, unit: str) -> tuple[float, float]:
-    """Return the 95 % bootstrap interval of one arm's speed over another's, over prompts or rounds."""
+    """Return the 95 % bootstrap interval of one arm's speed over another's, over prompts or rounds; NaNs if
+    these are too few.
+    """
     units = list(dict.fromkeys(r[unit] for r in records))
+    if len(units) < 4:
+        return math.nan, math.nan
     sides = []
     for side in (arm, base):
         mine = [[r for r in records if r["arm"] == side.name and r[unit] == one] for one in units]
@@ -246,7 +250,7 @@ def report(records: Sequence[dict[str, Any]], arms: Sequence[Arm]) -> None:
             f"{speed(mine):.1f}",
             " ".join(f"{one:.1f}" for one in rounds),
             f"{ratio:.2f}",
-            "" if arm == arms[0] else f"{low:.2f} to {high:.2f}",
+            "" if math.isnan(low) else f"{low:.2f} to {high:.2f}",
             str(differ),
         )
     console.print(table)

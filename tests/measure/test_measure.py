@@ -21,9 +21,9 @@ from foredraft.measure import run
 from foredraft.measure.acceptance import from_counters, from_response, parse_metrics
 from foredraft.measure.client import Client
 from foredraft.measure.mock_server import MockTruth
-from foredraft.measure.records import Record, RecordFile, read_record
+from foredraft.measure.records import Record, RecordFile, Result, read_record
 from foredraft.measure.server_arm import ServerArm
-from foredraft.measure.stats import Figures, figures
+from foredraft.measure.stats import Figures, figures, speedup
 from foredraft.measure.tables import summary, verdicts
 from foredraft.measure.workload import Ask, Defaults, Load, load_asks, parse_loads, repeated
 from foredraft.rows import read_rows
@@ -85,7 +85,7 @@ def test_every_figure_is_near_the_truth() -> None:
     assert close(drafted.mean_emitted, 3.0)
     assert drafted.speedup is not None
     assert close(drafted.speedup.value, (0.3 + 0.02 * 20) / (0.25 + 0.012 * 17))
-    assert "worth it" in verdicts(record)[0]
+    assert "fast is 1.54x as fast as base" in verdicts(record)[0]
 
 
 def test_counters_tell_acceptance_where_responses_do_not() -> None:
@@ -299,6 +299,18 @@ def test_records_that_are_none_are_refused(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_record([path])
+
+
+@pytest.mark.parametrize(("blocks", "told"), [(3, False), (4, True)])
+def test_requests_that_ran_together_are_no_repeats_of_each_other(blocks: int, told: bool) -> None:
+    def results(arm: str, total_s: float) -> list[Result]:
+        places = [(block, each) for block in range(blocks) for each in range(8)]
+        return [Result(f"{b}.{n}", "all", arm, "2", b, 0.0, total_s + b / 10, emitted=9) for b, n in places]
+
+    found = speedup(results("fast", 1.0), results("base", 2.0))
+    assert found is not None
+    assert (found.low is not None) == told
+    assert found.value == pytest.approx((2 + (blocks - 1) / 20) / (1 + (blocks - 1) / 20))
 
 
 def test_loads_and_blocks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,12 @@ from foredraft.measure.acceptance import total
 from foredraft.measure.records import Acceptance, Record, Result
 
 _RESAMPLES = 4000
+_LEAST = 4  # blocks that an interval needs
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A ratio with its 95 % bootstrap interval over requests (None: too few requests)."""
+    """A ratio with its 95 % bootstrap interval over blocks of requests (None: too few blocks)."""
 
     value: float
     low: float | None
@@ -122,15 +124,20 @@ def _acceptance(
 
 
 def speedup(mine: Sequence[Result], base: Sequence[Result]) -> Interval | None:
-    """Return the ratio of tokens/s, with a bootstrap interval over the requests that both arms answered."""
+    """Return the ratio of tokens/s on requests that both arms answered, with a bootstrap interval over
+    blocks: requests that ran side by side share their steps, and whatever else the machine did.
+    """
     others = {r.id: r for r in base if r.error is None}
     pairs = [(r, others[r.id]) for r in mine if r.error is None and r.id in others]
     pairs = [(a, b) for a, b in pairs if a.emitted and b.emitted]
     if not pairs:
         return None
-    columns = np.array([(a.emitted, a.total_s, b.emitted, b.total_s) for a, b in pairs], dtype=float).T
+    of_block: defaultdict[int, NDArray[np.float64]] = defaultdict(lambda: np.zeros(4))
+    for a, b in pairs:
+        of_block[a.block] += (a.emitted, a.total_s, b.emitted, b.total_s)
+    columns = np.array(list(of_block.values())).T
     point = float(_ratio(*columns))
-    if len(pairs) < 4:
+    if len(of_block) < _LEAST:
         return Interval(point, None, None)
     found = stats.bootstrap(
         tuple(columns),
@@ -169,7 +176,7 @@ def _judged(found: Figures, baseline: str) -> str:
     rate = found.accept_rate
     why = f" ({rate:.0%} of drafted levels accepted)" if rate is not None else ""
     if ratio.low is None or ratio.high is None:
-        return f"is {ratio.text}x as fast as {baseline}, on too few requests to be sure{why}"
+        return f"is {ratio.text}x as fast as {baseline}, on too few requests for an interval{why}"
     if ratio.low > 1:
         return f"is {ratio.text}x as fast as {baseline}: worth it here{why}"
     if ratio.high < 1:
