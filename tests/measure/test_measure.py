@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -19,7 +20,7 @@ from starlette.routing import Route
 from foredraft.errors import ConfigError
 from foredraft.measure import run
 from foredraft.measure.acceptance import from_counters, from_response, parse_metrics
-from foredraft.measure.client import Client
+from foredraft.measure.client import Client, RequestFailed
 from foredraft.measure.mock_server import MockTruth
 from foredraft.measure.records import Record, RecordFile, Result, read_record
 from foredraft.measure.server_arm import ServerArm
@@ -260,6 +261,23 @@ def test_a_wrong_key_and_a_server_of_another_kind_are_named(capsys: Any) -> None
     with serving(Starlette(routes=[models, chat])) as url:
         assert command("measure", "--baseline", url) == 2
         assert "does not answer a plain request" in capsys.readouterr().err
+
+
+def test_an_answer_that_breaks_off_has_failed_and_is_not_asked_for_again() -> None:
+    asked = []
+
+    async def half(scope: Any, receive: Any, send: Any) -> None:
+        asked.append(scope["path"])
+        headers = [(b"content-length", b"100")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": b"data: {", "more_body": True})
+
+    with serving(half) as url, asyncio.Runner() as loop:
+        client = Client(url, model="m")
+        with pytest.raises(RequestFailed, match="the connection broke"):
+            loop.run(client.ask("/v1/completions", {"prompt": "x"}, stream=True))
+        loop.run(client.close())
+    assert len(asked) == 1
 
 
 @pytest.mark.parametrize(

@@ -201,10 +201,13 @@ class Client:
                 said = f"HTTP {response.status_code}: {_complaint(text)}"
                 said += f"; {_KEY}" if response.status_code in (401, 403) else ""
                 raise RequestFailed(said, response.status_code)
-            if stream:
-                await self._read_events(response, reply)
-            else:
-                self._read_whole(await response.aread(), reply)
+            try:
+                if stream:
+                    await self._read_events(response, reply)
+                else:
+                    self._read_whole(await response.aread(), reply)
+            except httpx2.RemoteProtocolError as error:  # in the middle of an answer: not to be asked again
+                raise RequestFailed(f"the connection broke: {error}") from error
         return reply
 
     async def _read_events(self, response: httpx2.Response, reply: Reply) -> None:
