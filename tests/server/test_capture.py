@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 
+from foredraft import SamplingParams
 from foredraft.errors import ConfigError
+from foredraft.measure.engine_arm import params_of
 from foredraft.rows import read_rows, request_body
 from foredraft.server.capture import REDACTED, Capture
 from foredraft.server.config import CaptureConfig
@@ -50,6 +52,31 @@ def test_requests_are_captured_as_they_were_sent(serve: Callable[..., Any], tmp_
     assert request_body(text, "line 2") == {"prompt": "the cat", "max_tokens": 2}
     assert set(text) == {"time", "request_id", "endpoint", "body"}
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("a", "b")]}]},
+            {"messages": [{"role": "user", "content": "ab"}]},
+        ),
+        ({"prompt": ["the cat"]}, {"prompt": "the cat"}),
+    ],
+)
+def test_what_the_server_took_is_replayed(body: Any, expected: Any) -> None:
+    assert request_body({"body": body}, "line 2") == expected
+
+
+@pytest.mark.parametrize("prompt", [["the", "cat"], [5], [5, 6], [[5], [6]], []])
+def test_what_cannot_be_replayed_is_named(prompt: Any) -> None:
+    with pytest.raises(ConfigError, match=r"line 2 has a prompt .* leave the row out"):
+        request_body({"body": {"prompt": prompt}}, "line 2")
+
+
+def test_a_trace_is_no_matter_of_sampling() -> None:
+    body = {"messages": [], "max_tokens": 3, "foredraft": {"trace": True, "budget": 2}}
+    assert params_of(body, "line 2") == SamplingParams(max_tokens=3, budget=2)
 
 
 def test_files_rotate(tmp_path: Path) -> None:
@@ -95,6 +122,30 @@ def test_a_full_disk_fails_no_request(tmp_path: Path, monkeypatch: pytest.Monkey
     capture.close()
     assert metrics.uncaptured.labels("error")._value.get() == 1
     assert path.read_bytes() == b""
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_a_file_that_cannot_be_put_aside_stays_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keep: int
+) -> None:
+    metrics, path = Metrics("m"), tmp_path / "r"
+    for number in range(keep):
+        path.with_name(f"r.{number}").write_text(f'{{"n": {number}}}\n')
+    path.write_text('{"n": "' + "x" * 999_990 + '"}\n')
+    capture = Capture(CaptureConfig(path, max_bytes=1_000_000, keep=keep), metrics)
+    number, open_file = capture._file, os.open
+    monkeypatch.setattr("foredraft.server.capture._open", lambda path: open_file("/nowhere/at/all", 0))
+    for _ in range(3):
+        with pytest.raises(FileNotFoundError):
+            capture._write({"body": {}})
+        assert os.fstat(capture._file).st_size > 999_990
+    assert capture._file == number
+    monkeypatch.undo()
+    capture.record("r", "/v1/completions", {"prompt": "y"})
+    capture.close()
+    assert [row["body"] for row in _lines(path)] == [{"prompt": "y"}]
+    if keep == 3:  # that it was tried thrice costs no file
+        assert _lines(tmp_path / "r.2") == [{"n": 1}]
 
 
 @pytest.mark.parametrize(

@@ -87,15 +87,16 @@ class Capture:
             raise OSError("the disk is full")
 
     def _rotate(self) -> None:
-        """FILE becomes FILE.1, that FILE.2, and so on; the oldest goes."""
-        os.close(self._file)
+        """FILE becomes FILE.1, that FILE.2, and so on; the oldest goes. On failure the old one stays open."""
         path, keep = self._config.path, self._config.keep
         names = [path, *(path.with_name(f"{path.name}.{n}") for n in range(1, keep))]
-        for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
-            if newer.exists():
-                newer.replace(older)
-        names[0].unlink(missing_ok=True)  # when only one file is kept
-        self._file = _open(path)
+        if path.exists():  # else an earlier try got so far
+            for older, newer in zip(reversed(names[1:]), reversed(names[:-1]), strict=True):
+                if newer.exists():
+                    newer.replace(older)
+            path.unlink(missing_ok=True)  # when only one file is kept
+        old, self._file = self._file, _open(path)
+        os.close(old)
 
 
 def redact(value: Any, names: list[str]) -> None:
