@@ -20,7 +20,7 @@ from foredraft.engine import Engine, EngineConfig
 from foredraft.errors import CapacityError, ConfigError, ModelError
 from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.propose import LoadedDraft, best_draft, load_draft, make_drafting
-from foredraft.text import Detokenizer, Message, TextStream, encode_chat
+from foredraft.text import Detokenizer, Message, TextStream, encode_chat, encode_text
 from foredraft.types import MAX_SEED, Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
 
 Prompt = str | Sequence[int]
@@ -207,7 +207,7 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return list(self.tokenizer.encode(prompt))
+            return encode_text(self.tokenizer, prompt)
         try:
             return [index(token) for token in prompt]
         except TypeError as error:

@@ -34,7 +34,8 @@ def request_body(row: dict[str, Any], where: str) -> dict[str, Any]:
     """Return a row's request, with "messages" or "prompt": the row itself, or what a server captured as
     {"body": …}.
 
-    A last message of the assistant's is left out: the target gives its own. Raises ConfigError.
+    A last message of the assistant's is left out: the target gives its own. Parts of a text are joined.
+    Raises ConfigError.
     """
     body = row.get("body", row)
     messages = body.get("messages") if isinstance(body, dict) else None
@@ -42,7 +43,25 @@ def request_body(row: dict[str, Any], where: str) -> dict[str, Any]:
         last = messages[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
             messages = messages[:-1]
-        return {**body, "messages": messages}
-    if isinstance(body, dict) and isinstance(body.get("prompt"), str) and body["prompt"]:
-        return dict(body)
+        return {**body, "messages": [_joined(message) for message in messages]}
+    prompt = body.get("prompt") if isinstance(body, dict) else None
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
+        prompt = prompt[0]
+    if isinstance(prompt, str) and prompt:
+        return {**body, "prompt": prompt}
+    if isinstance(prompt, list):
+        raise ConfigError(
+            f"{where} has a prompt that is no text but a list of {len(prompt)}: give each text a row of its "
+            "own, token ids as the text that they are, or leave the row out"
+        )
     raise ConfigError(f'{where} has neither "messages" (a list) nor "prompt" (a text)')
+
+
+def _joined(message: Any) -> Any:
+    """Return a message whose content is one text where it was a list of texts."""
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list):
+        return message
+    said = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "text"]
+    texts = [text for text in said if isinstance(text, str)]
+    return {**message, "content": "".join(texts)} if len(texts) == len(parts) else message

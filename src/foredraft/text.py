@@ -42,13 +42,29 @@ def encode_chat(
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"the messages do not fit the model's chat template: {error}") from error
-    return list(tokenizer.encode(text, add_special_tokens=False))
+    return encode_text(tokenizer, text, add_special_tokens=False)
+
+
+def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
+    """Return the token ids of a text; raises ConfigError for what no tokenizer reads."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"the text is no valid Unicode at character {error.start}, {text[error.start]!r}: give UTF-8 "
+            "without halves of surrogate pairs"
+        ) from None
+    return list(tokenizer.encode(text, **options))
 
 
 def _check_messages(messages: Sequence[Message]) -> None:
     if isinstance(messages, str | Mapping) or not messages:
         raise ConfigError('messages must be a non-empty list of {"role": …, "content": …}')
     for index, message in enumerate(messages):
+        if isinstance(message, Mapping) and message.get("tool_calls") and message.get("content") is None:
+            raise ConfigError(
+                f"messages[{index}] calls a tool and has no text, which only a server answers: leave it out"
+            )
         for key in ("role", "content"):
             value = message.get(key) if isinstance(message, Mapping) else None
             if not isinstance(value, str):

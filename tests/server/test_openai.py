@@ -10,11 +10,12 @@ import openai
 import pytest
 
 from foredraft import LLM, SamplingParams
+from foredraft.errors import ConfigError
 from foredraft.server.errors import ApiError
 from foredraft.server.grammar import GrammarMaker
 from foredraft.server.prompts import Preparer
-from foredraft.server.schemas import ChatRequest
-from tiny_tokenizers import byte_level
+from foredraft.server.schemas import ChatRequest, CompletionRequest
+from tiny_tokenizers import TEMPLATE, byte_level
 
 MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat, the cat"}]
 GREEDY: Any = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -213,6 +214,42 @@ def test_tools_may_be_left_alone_and_their_results_told(server: Any) -> None:
         assert answer.choices[0].finish_reason in ("stop", "length")
 
 
+def test_an_answer_may_be_sent_back(server: Any) -> None:
+    said = server.openai.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message
+    called = server.openai.chat.completions.create(
+        model="tiny", messages=MESSAGES, tools=[TOOL], tool_choice="required", seed=1, max_tokens=600
+    ).choices[0]
+    result = {"role": "tool", "tool_call_id": called.message.tool_calls[0].id, "content": "moved"}
+    for turns in (
+        [said, MESSAGES[0]],
+        [said.model_dump(), MESSAGES[0]],
+        [said.model_dump() | {"annotations": []}, MESSAGES[0]],
+        [called.message, result],
+        [called.message.model_dump(), result],
+    ):
+        assert server.openai.chat.completions.create(messages=[*MESSAGES, *turns], **GREEDY).choices
+    with pytest.raises(openai.BadRequestError, match=r"messages\.1\.refusal"):
+        server.openai.chat.completions.create(
+            messages=[*MESSAGES, said.model_dump() | {"refusal": "no"}], **GREEDY
+        )
+
+
+def test_arguments_are_an_object_whatever_the_schema_leaves_out(server: Any) -> None:
+    def ask(parameters: Any) -> Any:
+        tool = {"type": "function", "function": {"name": "move", "parameters": parameters}}
+        return server.openai.chat.completions.create(
+            model="tiny", messages=MESSAGES, tools=[tool], tool_choice="required", seed=1, max_tokens=600
+        ).choices[0]
+
+    untyped = {key: value for key, value in POINT.items() if key != "type"}
+    choice = ask(untyped)
+    assert choice.finish_reason == "tool_calls"
+    assert set(json.loads(choice.message.tool_calls[0].function.arguments)) == {"x", "ok"}
+    with pytest.raises(openai.BadRequestError, match="move have type 'string'") as refused:
+        ask({"type": "string"})
+    assert refused.value.param == "tools"
+
+
 def test_models_and_errors(server: Any) -> None:
     assert [model.id for model in server.openai.models.list()] == ["tiny"]
     with pytest.raises(openai.NotFoundError, match="'gpt-9' does not exist"):
@@ -229,11 +266,15 @@ NATIVE = (
 )
 
 
-def test_templates_that_know_tools_are_told_of_them() -> None:
+def make_preparer(template: str, *, max_len: int = 512, max_tokens: int | None = None) -> Preparer:
     tokenizer = copy.deepcopy(byte_level())
-    tokenizer.chat_template = NATIVE
+    tokenizer.chat_template = template
     grammars = GrammarMaker(tokenizer, len(tokenizer), frozenset({1}))
-    preparer = Preparer(tokenizer, grammars, max_len=512, max_tokens=None)
+    return Preparer(tokenizer, grammars, max_len=max_len, max_tokens=max_tokens)
+
+
+def test_templates_that_know_tools_are_told_of_them() -> None:
+    preparer = make_preparer(NATIVE)
     call = {"id": "1", "type": "function", "function": {"name": "move", "arguments": '{"x": 1}'}}
     body = {
         "messages": [
@@ -244,8 +285,45 @@ def test_templates_that_know_tools_are_told_of_them() -> None:
         "tools": [TOOL],
     }
     (asked,) = preparer.chat(ChatRequest.model_validate(body)).asked
-    said = tokenizer.decode(asked.prompt)
+    said = byte_level().decode(asked.prompt)
     assert said == "[move;]system:do|assistant:<tool_call>\nmove=1\n</tool_call>|tool:moved|"
     body["messages"] = [{"role": "assistant", "content": None}]
     with pytest.raises(ApiError, match="no content"):
         preparer.chat(ChatRequest.model_validate(body))
+
+
+def test_what_is_no_unicode_is_refused_whatever_the_template() -> None:
+    for parameters in ({"type": "object", "properties": {"x": {"const": "\ud800"}}}, {"title": "\ud800"}):
+        tool = {"type": "function", "function": {"name": "move", "parameters": parameters}}
+        body = ChatRequest.model_validate({"messages": MESSAGES, "tools": [tool]})
+        for template in (NATIVE.replace("t.function.name", "t.function | tojson"), TEMPLATE):
+            with pytest.raises((ApiError, ConfigError)):
+                make_preparer(template).chat(body)
+
+
+def longest(preparer: Preparer, **body: Any) -> list[int]:
+    if "messages" in body:
+        return [one.params.max_tokens for one in preparer.chat(ChatRequest.model_validate(body)).asked]
+    asked = preparer.completion(CompletionRequest.model_validate(body)).asked
+    return [one.params.max_tokens for one in asked]
+
+
+def test_each_prompt_has_the_room_that_its_own_context_leaves(server: Any) -> None:
+    assert longest(make_preparer(NATIVE, max_len=64), prompt=[[5] * 60, [5]], max_tokens=40) == [40, 40]
+    answer = server.openai.completions.create(
+        model="tiny", prompt=[[5] * 2040, [5]], max_tokens=20, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
+    assert 20 < answer.usage.completion_tokens < 40
+
+
+def test_a_limit_that_was_not_asked_for_refuses_nothing() -> None:
+    free, short = make_preparer(NATIVE, max_len=64), make_preparer(NATIVE, max_tokens=8)
+    assert longest(short, prompt="the cat") == longest(short, messages=MESSAGES) == [8]
+    assert longest(free, prompt="the cat") == [16]
+    assert longest(free, prompt="the cat", min_tokens=20) == [20]
+    assert longest(free, messages=MESSAGES, min_tokens=100) == [100]
+    for limits in ({"max_tokens": 9}, {"min_tokens": 9}):
+        (name,) = limits
+        with pytest.raises(ApiError, match=f"{name}=9 is more than this server gives: use 8 or less"):
+            longest(short, prompt="the cat", **limits)

@@ -84,6 +84,21 @@ def test_an_error_is_shown_and_an_answer_can_be_stopped(page: Page, server: Any)
     expect(page.locator(".turn")).to_have_count(0)
 
 
+def test_an_answer_that_ends_late_is_no_part_of_a_new_conversation(page: Page) -> None:
+    page.locator("#tokens").fill("1500")
+    page.locator("#say").fill("the cat")
+    page.locator("#say").press("Enter")
+    expect(page.locator(".turn.assistant .token").first).to_be_attached(timeout=20_000)
+    page.locator("#reset").press("Enter")
+    expect(page.locator("#send")).to_be_enabled()
+    page.locator("#tokens").fill("4")
+    page.locator("#say").fill("the mat")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        page.locator("#say").press("Enter")
+    assert asked.value.post_data_json["messages"] == [{"role": "user", "content": "the mat"}]
+    expect(page.locator("#send")).to_be_enabled(timeout=20_000)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_it_fits_a_phone_in_light_and_dark(browser: Any, server: Any, scheme: Any, tmp_path: Path) -> None:
     phone = browser.new_page(viewport={"width": 360, "height": 740}, color_scheme=scheme)

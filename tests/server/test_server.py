@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import re
@@ -9,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
@@ -16,6 +18,7 @@ import pytest
 
 from foredraft.errors import ConfigError
 from foredraft.server.config import ServeConfig, read_keys
+from foredraft.server.service import Service
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 LONG: Any = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500, "logit_bias": {"1": -100}}
@@ -97,6 +100,12 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
         ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, None, "a grammar decides"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "no valid Unicode"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages", "no valid Unicode"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "x", "description": "\ud800"}}]},
+            "tools",
+            "no valid Unicode",
+        ),
     ],
 )
 def test_what_is_not_honoured_is_refused_by_name(
@@ -177,6 +186,11 @@ def test_a_full_queue_says_when_to_come_back(serve: Callable[..., Any]) -> None:
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["type"] == "rate_limit_error"
         assert server.chat(n=2).status_code == 429
+        too_many = server.chat(n=3)  # for which there never is room
+        assert too_many.status_code == 400
+        assert "3 answers" in too_many.json()["error"]["message"]
+        assert "can hold, 2:" in too_many.json()["error"]["message"]
+        assert "--max-queue" in too_many.json()["error"]["message"]
         for thread in threads:
             thread.join()
         assert server.chat().status_code == 200
@@ -257,6 +271,43 @@ def test_a_failed_step_fails_only_what_ran(
         monkeypatch.setattr(engine, "step", step)
         assert server.chat().status_code == 200
         assert server.http.get("/health").status_code == 200
+
+
+def test_health_is_bad_as_long_as_every_step_fails(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serve() as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(server.service.worker._engine.target, "forward", lambda *_, **__: 1 / 0)
+            for _ in range(2):
+                assert server.chat().status_code == 500
+                assert server.idle()
+                assert server.http.get("/health").status_code == 503
+        assert server.chat().status_code == 200
+        assert server.http.get("/health").status_code == 200
+
+
+def test_draining_waits_for_what_joins_in() -> None:
+    async def drained() -> list[str]:
+        ended, active = [], set()
+
+        async def answer(name: str, then: str) -> None:
+            active.add(asyncio.current_task())
+            await asyncio.sleep(0.05)
+            if then:
+                joining.append(asyncio.create_task(answer(then, "")))
+            await asyncio.sleep(0.05)
+            active.discard(asyncio.current_task())
+            ended.append(name)
+
+        joining = [asyncio.create_task(answer("first", "second"))]
+        await asyncio.sleep(0.02)
+        service: Any = SimpleNamespace(_active=active, draining=False)
+        await Service.drain(service, 5.0)
+        await asyncio.gather(*joining, return_exceptions=True)
+        return ended
+
+    assert asyncio.run(drained()) == ["first", "second"]
 
 
 @pytest.mark.parametrize(("grace", "tokens", "ending"), [(30.0, 150, "length"), (0.0, 1500, "shutdown")])

@@ -200,6 +200,11 @@ def test_chat_prompt_ends_where_the_answer_begins() -> None:
         (["hello"], r"messages\[0\] has role None"),
         ([{"role": "user"}], r"messages\[0\] has content None"),
         ([{"role": "user", "content": 3}], r"messages\[0\] has content 3"),
+        (
+            [{"role": "assistant", "content": None, "tool_calls": [{}]}],
+            r"messages\[0\] calls a tool .* leave it",
+        ),
+        ([{"role": "user", "content": "a\udcff"}], r"no valid Unicode at character \d+, '\\udcff'"),
         ([{"role": "poet", "content": "x"}], "do not fit .*: unknown role poet"),
     ],
 )

@@ -20,7 +20,7 @@ from foredraft.server.schemas import (
     NamedTool,
     Tool,
 )
-from foredraft.text import encode_chat
+from foredraft.text import encode_chat, encode_text
 from foredraft.types import MAX_SEED, SamplingParams
 
 MAX_PROMPTS = 64
@@ -67,7 +67,7 @@ class Preparer:
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
             raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
-        limit = self._limit(body.max_completion_tokens or body.max_tokens, prompt)
+        limit = self._limit(body.max_completion_tokens or body.max_tokens, body.min_tokens, self._max_len)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = _params(body, limit, logprobs)
         grammar = self._grammar(body, tools)
@@ -87,7 +87,7 @@ class Preparer:
         n = body.n or 1
         if len(prompts) * n > MAX_PROMPTS:
             raise ApiError(400, f"{len(prompts)} prompts and n={n} ask for more than {MAX_PROMPTS} answers")
-        limit = self._limit(body.max_tokens or 16, prompts[0])
+        limit = self._limit(body.max_tokens, body.min_tokens, 16)
         params = _params(body, limit, body.logprobs)
         return Prepared(_answers(prompts, params, n, None), sum(len(prompt) for prompt in prompts))
 
@@ -95,17 +95,17 @@ class Preparer:
         parts: list[Any] = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
         if not parts:
             raise ApiError(400, "prompt is empty: give a text or token ids", param="prompt")
-        return [list(self._tokenizer.encode(p)) if isinstance(p, str) else list(p) for p in parts]
+        return [encode_text(self._tokenizer, p) if isinstance(p, str) else list(p) for p in parts]
 
-    def _limit(self, wanted: int | None, prompt: Sequence[int]) -> int:
-        if self._max_tokens is not None and wanted is not None and wanted > self._max_tokens:
-            raise ApiError(
-                400,
-                f"max_tokens={wanted} is more than this server gives: use {self._max_tokens} or less",
-                param="max_tokens",
-            )
-        room = max(1, self._max_len - len(prompt))
-        return min(room, wanted or self._max_tokens or room)
+    def _limit(self, wanted: int | None, least: int | None, default: int) -> int:
+        """Return the longest answer; the engine ends each where its own context does."""
+        most = self._max_tokens
+        for name, value in (("max_tokens", wanted), ("min_tokens", least)):
+            if most is not None and value is not None and value > most:
+                raise ApiError(
+                    400, f"{name}={value} is more than this server gives: use {most} or less", param=name
+                )
+        return wanted or max(min(default, most or default), least or 0)
 
     def _grammar(self, body: ChatRequest, tools: Sequence[Tool]) -> MatcherGrammar | None:
         wanted = body.response_format
@@ -173,7 +173,10 @@ def _schema(tools: Sequence[Tool]) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
-        arguments = dict(tool.function.parameters or {"type": "object"})
+        arguments = {"type": "object", **(tool.function.parameters or {})}
+        if arguments["type"] != "object":
+            name, kind = tool.function.name, arguments["type"]
+            raise ApiError(400, f"the parameters of {name} have type {kind!r}: use object", param="tools")
         for key in ("$defs", "definitions"):
             own = arguments.pop(key, {})
             known = definitions.setdefault(key, {}) if own else {}

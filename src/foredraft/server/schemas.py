@@ -98,8 +98,8 @@ class TextPart(Body):
 class CalledFunction(Body):
     """A call as an earlier answer made it; arguments is JSON in a string."""
 
-    name: str
-    arguments: str
+    name: Text
+    arguments: Text
 
 
 class ToolCall(Body):
@@ -113,17 +113,22 @@ class ToolCall(Body):
 class Message(Body):
     """One turn of a conversation."""
 
-    role: Annotated[str, Field(min_length=1, max_length=64)]
+    role: Annotated[Text, Field(min_length=1, max_length=64)]
     content: Text | list[TextPart] | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
     tool_call_id: str | None = None
+    # OpenAI's clients send an answer back with all of its fields; empty they say nothing.
+    refusal: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+    audio: None = None
+    function_call: None = None
 
 
 class Function(Body):
     """A function that the model may call; parameters is a JSON schema."""
 
     name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
-    description: str | None = None
+    description: Text | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 

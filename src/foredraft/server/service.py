@@ -113,6 +113,13 @@ class Service:
     def _admitted(self, count: int) -> Iterator[None]:
         """Take places for `count` answers, or refuse."""
         most = self.config.max_seqs + self.config.max_queue
+        if count > most:
+            raise ApiError(
+                400,
+                f"{count} answers (n for each prompt) are more than this server can hold, {most}: use a "
+                "smaller n or fewer prompts, or start it with a larger --max-queue",
+                param="n",
+            )
         if self._places + count > most:
             rounds = max(1, self._places / self.config.max_seqs)
             after = min(60.0, max(1.0, rounds * self._seconds))
@@ -257,8 +264,9 @@ class Service:
     async def drain(self, grace_s: float) -> None:
         """Take no new requests; give those that run `grace_s` seconds, then end them."""
         self.draining = True
-        if self._active:
-            await asyncio.wait(self._active, timeout=grace_s)
+        end = time.monotonic() + grace_s
+        while self._active and (left := end - time.monotonic()) > 0:  # those that were prepared join in
+            await asyncio.wait(self._active, timeout=left)
         for task in self._active:
             task.cancel("shutdown")
 

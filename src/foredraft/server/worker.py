@@ -49,7 +49,7 @@ class Worker:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._tickets: dict[str, Ticket] = {}
         self._stopping = False
-        self.failure = ""  # of the last step; empty when it went well
+        self.failure = ""  # of the last pass; empty when it went well
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -128,7 +128,8 @@ class Worker:
             _log.exception("a step failed; what ran is lost")
             self._fail(EngineFailed(repr(error)))
             return
-        self.failure = ""
+        if any(output.finish_reason != "cancelled" for output in outputs):  # which takes no pass to tell
+            self.failure = ""
         self._metrics.step(outputs, self._engine.stats, self._engine.load)
         for output in outputs:
             ticket = self._tickets.get(output.request_id)

@@ -11,7 +11,7 @@ from typing import Any
 
 from foredraft.errors import ConfigError
 from foredraft.rows import read_rows, request_body
-from foredraft.text import encode_chat
+from foredraft.text import encode_chat, encode_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +28,9 @@ def encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
     A last message of the assistant's is left out: the target gives its own. Raises ConfigError.
     """
     body = request_body(row, where)
-    if "messages" not in body:
-        return list(tokenizer.encode(body["prompt"]))
     try:
+        if "messages" not in body:
+            return encode_text(tokenizer, body["prompt"])
         return list(encode_chat(tokenizer, body["messages"]))
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

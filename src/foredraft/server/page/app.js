@@ -90,12 +90,15 @@ async function send() {
   at("stop").disabled = false;
   at("say").value = "";
   turn("user").textContent = said;
-  messages.push({ role: "user", content: said });
+  const question = { role: "user", content: said };
+  messages.push(question);
   const drafted = at("draft").checked;
   if (at("both").checked && drafted) await answer(false, "without drafts");
   const text = running.signal.aborted ? "" : await answer(drafted, drafted ? "with drafts" : "without drafts");
-  if (text) messages.push({ role: "assistant", content: text });
-  else messages.pop();
+  if (messages.at(-1) === question) { // else a new conversation was begun
+    if (text) messages.push({ role: "assistant", content: text });
+    else messages.pop();
+  }
   running = null;
   at("send").disabled = false;
   at("stop").disabled = true;
