@@ -7,8 +7,10 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -141,6 +143,12 @@ def test_several_answers_keep_their_order(loaded: LLM, capsys: Any) -> None:
         (["pull"], "'NAME'"),
         (["pull", "no-such-model"], "no-such-model"),
         (["nonsense"], "No such command 'nonsense'"),
+        (["generate", "a\udcff"], "no valid Unicode"),
+        (["generate", "a\udcff", "--raw"], "no valid Unicode"),
+        (
+            ["chat", "--url", "http://127.0.0.1:1", "--draft", "none", "--tree", "4,2"],
+            "--draft, --tree is for",
+        ),
     ],
 )
 def test_user_errors_are_one_line(loaded: LLM, args: list[str], message: str, capsys: Any) -> None:
@@ -206,6 +214,49 @@ def test_chat_without_a_terminal_is_one_question(loaded: LLM, monkeypatch: Any, 
     assert "stdin is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
+def test_what_is_piped_in_must_be_text(
+    loaded: LLM, command: list[str], monkeypatch: Any, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    assert run(*command, *SHORT) == 2
+    assert "stdin is no UTF-8 text" in capsys.readouterr().err
+
+
+def test_no_command_shows_help_and_no_error(capsys: Any) -> None:
+    assert run() == 2
+    shown = capsys.readouterr()
+    assert "foredraft demo" in shown.out + shown.err
+    assert "error:" not in shown.err
+
+
+def test_check_names_the_packages_it_needs(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("foredraft.cli.arms.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "foredraft.measure.check", None)
+    assert run("check") == 2
+    assert "pip install 'foredraft[measure]'" in capsys.readouterr().err
+
+
+def test_check_tells_before_the_work_that_its_results_have_no_place(tmp_path: Path, capsys: Any) -> None:
+    out = str(tmp_path / "none" / "check.json")
+    assert (
+        run("check", "--baseline", "http://127.0.0.1:1", "--variant", "a=http://127.0.0.1:1", "--out", out)
+        == 2
+    )
+    assert f"--out {out} cannot be written" in capsys.readouterr().err
+
+
+def test_check_shows_its_results_wherever_they_cannot_be_written(monkeypatch: Any, capsys: Any) -> None:
+    certificate = SimpleNamespace(passed=True, greedy=[], record=dict, lines=lambda: ["nothing differs"])
+    monkeypatch.setattr("foredraft.measure.check.run_check", lambda *_: certificate)
+    subjects = contextmanager(lambda *_: iter([[None, None]]))
+    monkeypatch.setattr(sys.modules["foredraft.cli.check"], "_subjects", subjects)
+    assert run("check", "--out", "/dev/full") == 2
+    shown = capsys.readouterr()
+    assert shown.out == "nothing differs\n"
+    assert "--out /dev/full cannot be written" in shown.err
+
+
 class Script:
     """What a user types, line by line; exceptions are keys."""
 
@@ -254,6 +305,13 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(llm: LLM, monkeypatch: Any
         {"role": "user", "content": "the mat"},
     ]
     assert answer == llm.chat(history, GREEDY).text
+
+
+def test_what_is_no_text_keeps_the_chat(llm: LLM, capsys: Any) -> None:
+    talk(llm, GREEDY, Script(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "the cat"))
+    shown = capsys.readouterr()
+    assert "no UTF-8 text" in shown.err
+    assert shown.out == asked(llm, "the cat").text + "\n\n"
 
 
 def test_a_full_context_keeps_the_chat(llm: LLM, capsys: Any) -> None:

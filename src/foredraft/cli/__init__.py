@@ -95,6 +95,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _refused(message: str) -> int:
-    line = " ".join(message.split())
-    print(f"error: {line}", file=sys.stderr)
+    if line := " ".join(message.split()):  # help that was shown says nothing more
+        print(f"error: {line}", file=sys.stderr)
     return 2

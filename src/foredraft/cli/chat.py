@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli.options import Loading, Sampling, takes_options
+from foredraft.cli.options import Loading, Sampling, read_stdin, takes_options
 from foredraft.cli.output import note, show_stream
 from foredraft.cli.remote import Remote, ServerError
 from foredraft.errors import CapacityError, ConfigError
@@ -46,6 +47,10 @@ def chat(
     foredraft chat --url http://127.0.0.1:8000
     """
     params = sampling.params()
+    given = [item.name for item in fields(Loading) if getattr(loading, item.name) != item.default]
+    if url and given:
+        named = ", ".join(f"--{name}" for name in given)
+        raise ConfigError(f"{named} is for a model loaded here, and --url for a server's: leave one out")
 
     def load() -> LLM | Remote:
         return Remote(url, api_key) if url else loading.load()
@@ -55,7 +60,7 @@ def chat(
         note(HELP)
         talk(llm, params, lambda: input("> "))
         return
-    question = sys.stdin.read().strip()
+    question = read_stdin().strip()
     if not question:
         raise ConfigError("stdin is empty: pipe a question in, or run chat in a terminal")
     _, whole = _answer(load(), params, [{"role": "user", "content": question}])
@@ -73,6 +78,9 @@ def talk(llm: LLM | Remote, params: SamplingParams, ask: Callable[[], str]) -> N
             return
         except KeyboardInterrupt:
             note(f"\n{HELP}")
+            continue
+        except UnicodeDecodeError as error:
+            note(f"error: that is no UTF-8 text: {error}")
             continue
         if said == "/quit":
             return

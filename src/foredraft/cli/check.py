@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli.arms import Answering, Asked
+from foredraft.cli.arms import Answering, Asked, need_extra
 from foredraft.cli.options import takes_options
 from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
@@ -45,11 +45,14 @@ def check(
 
     foredraft check --baseline http://localhost:8000 --variant eagle=http://localhost:8001 --answers 2000
     """
+    need_extra()
     from foredraft.measure.check import Plan, run_check
 
     if not 0 < alpha < 0.5 or answers < 0 or greedy < 1:
         raise ConfigError("use --alpha between 0 and 0.5, --answers from 0 and --greedy from 1")
     asks = asked.load_asks()
+    if out is not None:
+        _write(out, "", "a")  # that it cannot be is told before the work
     bodies = [(ask.where if asked.requests else ask.id, ask.body) for ask in asks]
     plan = Plan(greedy=greedy, answers=answers, alpha=alpha)
     with _subjects(answering, asks) as subjects, _status() as on_part:
@@ -59,9 +62,10 @@ def check(
         if not answering.servers and answering.dtype != "float32":
             certificates = _decide_ties(certificates, answering, asks, bodies, on_part)
     records = {"certificates": [certificate.record() for certificate in certificates]}
-    if out is not None:
-        _write(out, records)
     _show(certificates, records, as_json)
+    if out is not None:
+        _write(out, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+        note(f"wrote {out}")
     raise typer.Exit(0 if all(one.passed for one in certificates) else DIFFERS)
 
 
@@ -102,12 +106,12 @@ def _show(certificates: Sequence[Certificate], records: Mapping[str, Any], as_js
         print("\n".join(certificate.lines()))
 
 
-def _write(path: Path, records: Mapping[str, Any]) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(json.dumps(records, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise ConfigError(f"--out {path} cannot be written: {error}") from error
-    note(f"wrote {path}")
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli.options import Loading, Sampling, takes_options
+from foredraft.cli.options import Loading, Sampling, read_stdin, takes_options
 from foredraft.cli.output import completion_record, note, print_json, show_stream, stats_line
 from foredraft.errors import ConfigError
 
@@ -69,7 +69,7 @@ def generate(
 
 
 def _texts(prompts: list[str], files: list[Path]) -> list[str]:
-    texts = [sys.stdin.read() if prompt == "-" else prompt for prompt in prompts]
+    texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
     for file in files:
         try:
             texts.append(file.read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -159,6 +160,14 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameter(item: Any, hint: Any) -> inspect.Parameter:
     default = item.default if item.default is not MISSING else item.default_factory()
     return inspect.Parameter(item.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+
+
+def read_stdin() -> str:
+    """Return what is piped in; raises ConfigError if that is no text."""
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"stdin is no UTF-8 text: {error}") from error
 
 
 def _tree(text: str) -> tuple[int, ...] | None:
