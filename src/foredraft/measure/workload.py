@@ -122,7 +122,7 @@ def load_asks(files: Sequence[Path], defaults: Defaults, limit: int | None = Non
 def _ask(row: dict[str, Any], where: str, place: int, defaults: Defaults) -> Ask:
     body = request_body(row, where)
     _check_messages(body, where)
-    if body.get("n", 1) != 1:
+    if (body.get("n") or 1) != 1:
         raise ConfigError(f"{where} asks for n={body['n']} answers: measure asks for one at a time")
     longest = body.pop("max_completion_tokens", None) or body.get("max_tokens") or defaults.max_tokens
     if not isinstance(longest, int) or longest < 1:
