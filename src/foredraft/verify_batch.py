@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import islice
 from typing import Any, Literal
 
@@ -123,8 +124,11 @@ def _put(values: list[Any], device: torch.device, dtype: torch.dtype = torch.int
 
 
 def _stack(parts: Sequence[Tensor], rows: int) -> Tensor:
-    """Pad [n, vocab] tensors with zero rows to [B, rows, vocab]."""
-    stacked = parts[0].new_zeros(len(parts), rows, parts[0].shape[-1])
+    """Pad [n, vocab] tensors with zero rows to [B, rows, vocab], of the widest of their types: processors
+    give float32 beside what a model said in bfloat16.
+    """
+    dtype = reduce(torch.promote_types, (part.dtype for part in parts))
+    stacked = parts[0].new_zeros(len(parts), rows, parts[0].shape[-1], dtype=dtype)
     for seq, part in enumerate(parts):
         stacked[seq, : len(part)] = part
     return stacked

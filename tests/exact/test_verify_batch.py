@@ -118,6 +118,16 @@ def test_a_batch_stays_on_the_device_of_its_rows(draw_as: Draw) -> None:
         assert rule(forest).path.shape == forest.tokens.shape
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_rows_are_compared_as_they_are_whatever_their_neighbours(first: int) -> None:
+    """A penalised row is float32, a plain one what the model said; here bfloat16 would make a tie of it."""
+    near = torch.tensor([[1.0, 1.0 + 2.0**-12, 0.0]])
+    jobs = [Job(NO_DRAFT, rows, Noise(1), POS) for rows in (near, near.bfloat16())]
+    verdicts = verify_batch(["greedy", "greedy"], [jobs[first], jobs[1 - first]])
+    assert verdicts[first] == verify_greedy(NO_DRAFT, near) == Verdict((), 1, recovered=False)
+    assert verdicts[1 - first] == Verdict((), 0, recovered=False)
+
+
 class Far(torch.Tensor):
     """Stands for a tensor on a device, as all that is computed from it; notes for what a host would wait."""
 
