@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import pytest
 import torch
 
@@ -96,3 +98,51 @@ def test_masks_of_a_tree_are_those_of_its_paths() -> None:
         fresh.advance(path)
         assert torch.equal(fresh.allowed([[]])[0], row)
     assert torch.equal(grammar.allowed(paths), rows)
+
+
+@pytest.mark.parametrize(
+    ("limits", "end"),
+    [
+        ({}, None),
+        ({"max_items_in_row": 2}, 27),
+        ({"max_items_in_row": 4}, 32),
+        ({"step_max_items": 10}, 31),
+        ({"step_lexer_fuel": 1000}, 11),
+        ({"step_lexer_fuel": 1600}, None),
+        ({"max_lexer_states": 100}, 23),
+        ({"max_lexer_states": 120}, None),
+    ],
+    ids=str,
+)
+def test_a_limit_ends_an_answer_only_if_it_is_reached_by_what_was_emitted(
+    limits: dict[str, int], end: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was guessed, and whatever another answer to the request has come to."""
+    tokenizer = byte_level()
+    maker = GrammarMaker(tokenizer, len(tokenizer), frozenset({1}))
+    spoken = '{"name": "cat", "tags": ["cat", "mat", "cat"], "n": 5}'
+    text = tokenizer.encode(spoken, add_special_tokens=False)
+    make = llguidance.LLMatcher
+    limited: Any = partial(make, limits=llguidance.LLParserLimits(**limits))
+    limited.grammar_from_json_schema = make.grammar_from_json_schema
+    monkeypatch.setattr(llguidance, "LLMatcher", limited)
+    plain = maker.json(SCHEMA)
+    wanted = []
+    for token in text:
+        wanted.append(plain.allowed([[]])[0])
+        if plain.error:
+            break
+        plain.advance([token])
+    assert (len(wanted) - 1 if plain.error else None) == end
+    guessing = maker.json(SCHEMA)
+    other = guessing.fork()
+    for place in range(len(wanted)):
+        paths = [text[place : place + count] for count in range(12)]
+        for grammar in (guessing, other):
+            rows = grammar.allowed([*paths, []])
+            assert torch.equal(rows[-1], rows[0])
+            for row, said in zip(rows[:-1], wanted[place:], strict=False):
+                assert torch.equal(row, said)
+            assert bool(grammar.error) == (place == end)
+        guessing.advance(text[place : place + 1])
+        other.advance(text[place : place + 1])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import llguidance
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import ConfigError
+
+Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
 _log = logging.getLogger(__name__)
 _SPACE = r"[ \n\t]{0,40}"  # bounded, or a model may write blanks for ever
@@ -45,35 +48,55 @@ class GrammarMaker:
         return self._made(f"start: {start}\nFREE: {text}\ncall: %json {options}\n")
 
     def _made(self, grammar: str) -> MatcherGrammar:
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0)
+        begin = partial(llguidance.LLMatcher, self._tokenizer, grammar, log_level=0)
+        matcher = begin()
         if matcher.is_error():
             reason = matcher.get_error().split("failed to compile JSON schema: ")[-1].strip().splitlines()[0]
             raise ConfigError(f"the JSON schema is not supported: {reason}")
-        return MatcherGrammar(matcher, self.vocab_size, self._eos)
+        return MatcherGrammar(begin, matcher, self.vocab_size, self._eos)
 
 
 class MatcherGrammar:
-    """A `types.Grammar`. When llguidance gives up (a limit is reached) the answer ends, `error` says why."""
+    """A `types.Grammar`. When llguidance gives up (a limit is reached) the answer ends, `error` says why.
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        self._matcher, self.vocab_size, self._eos = matcher, vocab_size, list(eos_ids)
+    A matcher that gave up never recovers, nor do its copies, which share its lexer: what it gave up on is
+    asked again of a new one, from `begin`, which has read what was emitted and nothing else.
+    """
+
+    def __init__(
+        self,
+        begin: Callable[[], llguidance.LLMatcher],
+        matcher: llguidance.LLMatcher,
+        vocab_size: int,
+        eos_ids: Sequence[int],
+    ) -> None:
+        self._begin, self._matcher, self.vocab_size, self._eos = begin, matcher, vocab_size, list(eos_ids)
         self._eos_ids = frozenset(eos_ids)
+        self._said: list[int] = []
         self.error = ""
 
     def allowed(self, paths: Sequence[Sequence[int]]) -> Tensor:
         """Return bool [paths, vocab]; see types.Grammar. Walks from path to path over what they share."""
         rows = np.ones((len(paths), self.vocab_size), dtype=np.bool_)
         walked: list[int] = []
+        over: list[Sequence[int]] = []  # paths that nothing but the end can follow
         for row, path in enumerate(paths):
             if not self._eos_ids.isdisjoint(path):  # nothing is said after the end
                 continue
-            shared = _shared(walked, path)
-            if shared < len(walked):
-                self._matcher.rollback(len(walked) - shared)
-            taken = self._matcher.try_consume_tokens(list(path[shared:])) if len(path) > shared else 0
-            walked = list(path[: shared + taken])
-            if len(walked) == len(path):
-                rows[row] = self._mask()
+            if not self.error and not any(path[: len(end)] == end for end in over):
+                walked, mask = self._walk(walked, path)
+                if self._matcher.is_error():
+                    walked, mask = self._walk_anew(path)
+                if mask is None:  # forbidden
+                    continue
+                rows[row] = mask
+                if mask.any():
+                    continue
+                over.append(path)
+                if not path:
+                    self._fail()
+            rows[row] = False
+            rows[row, self._eos] = True
         if walked:
             self._matcher.rollback(len(walked))
         return torch.from_numpy(rows)
@@ -81,25 +104,57 @@ class MatcherGrammar:
     def advance(self, token_ids: Sequence[int]) -> None:
         """Move behind tokens that were emitted; the end itself is not the matcher's to read."""
         said = [token for token in token_ids if token not in self._eos_ids]
+        self._said += said
         if not self.error and not self._matcher.consume_tokens(said):
-            self._fail()
+            self._renew()
 
     def fork(self) -> MatcherGrammar:
         """Return a grammar of its own for another answer to the same request, from where this one stands."""
-        return MatcherGrammar(self._matcher.deep_copy(), self.vocab_size, self._eos)
+        fork = MatcherGrammar(self._begin, self._matcher.deep_copy(), self.vocab_size, self._eos)
+        fork._said, fork.error = [*self._said], self.error
+        return fork
 
-    def _mask(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        if not self.error:
-            bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-            mask = np.unpackbits(bits, bitorder="little")[: self.vocab_size].astype(np.bool_)
-            if mask.any():
-                return mask
-            self._fail()
-        mask = np.zeros(self.vocab_size, dtype=np.bool_)
-        mask[self._eos] = True
-        return mask
+    def _walk(self, walked: list[int], path: Sequence[int]) -> tuple[list[int], Mask | None]:
+        """Go from one path of guesses to another, or as far as it is allowed; return where that is, and what
+        may follow if it is all of the path.
+        """
+        shared = _shared(walked, path)
+        if shared < len(walked):
+            self._matcher.rollback(len(walked) - shared)
+        taken = self._matcher.try_consume_tokens(list(path[shared:])) if len(path) > shared else 0
+        walked = list(path[: shared + taken])
+        return walked, self._mask() if len(walked) == len(path) else None
+
+    def _walk_anew(self, path: Sequence[int]) -> tuple[list[int], Mask | None]:
+        """Walk with a new matcher, token by token. If that gives up too nothing can follow the path."""
+        self._renew()
+        walked, mask = self._walk([], [])
+        while mask is not None and len(walked) < len(path):
+            walked, mask = self._walk(walked, path[: len(walked) + 1])
+        if not self._matcher.is_error():
+            return walked, mask
+        if path:
+            self._renew()
+        return [], np.zeros(self.vocab_size, dtype=np.bool_)
+
+    def _mask(self) -> Mask:
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(bits, bitorder="little")[: self.vocab_size].astype(np.bool_)
+
+    def _renew(self) -> None:
+        """Take a new matcher to where the answer is as one without guesses gets there: a mask, then a token;
+        what it has met before counts in its limits.
+        """
+        self._matcher = self._begin()
+        for token in self._said:
+            self._matcher.compute_bitmask()
+            if not self._matcher.consume_token(token):
+                self._fail()
+                return
 
     def _fail(self) -> None:
+        if self.error:
+            return
         self.error = (self._matcher.get_error() or "nothing can follow").strip().splitlines()[0]
         _log.warning("a grammar gave up: %s", self.error)
 
