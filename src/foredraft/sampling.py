@@ -142,7 +142,8 @@ def _truncated(logits: Tensor, params: SamplingParams) -> Tensor:
     flat, counts = _candidates(logits, bound)
     row = torch.arange(len(logits), device=flat.device).repeat_interleave(counts)
     place = torch.arange(len(flat), device=flat.device) - (counts.cumsum(0) - counts)[row]
-    values = logits.new_full((len(logits), int(counts.max())), -torch.inf)
+    # One column at least: a row in which nothing is possible has no candidate, and no mass either.
+    values = logits.new_full((len(logits), max(1, int(counts.max()))), -torch.inf)
     values[row, place] = logits.flatten()[flat]
     weights = (values - best).double().exp_() * _kept(values, best, mass, top_k, params)
     weights /= weights.sum(-1, keepdim=True)
@@ -201,7 +202,8 @@ def _kept(values: Tensor, best: Tensor, mass: Tensor, top_k: int, params: Sampli
         kept &= better < params.top_p * mass.double()  # in float32 a tiny top_p would keep nothing
     if params.min_p > 0:
         kept &= weights >= params.min_p
-    edge = ranked.gather(1, ranked.shape[-1] - kept.sum(-1, keepdim=True))
+    width = ranked.shape[-1]
+    edge = ranked.gather(1, (width - kept.sum(-1, keepdim=True)).clamp_(max=width - 1))
     ties = (kept & (ranked == edge)).sum(-1, keepdim=True)
     at_edge = values == edge
     return (values > edge) | (at_edge & (at_edge.flip(-1).cumsum(-1).flip(-1) <= ties))

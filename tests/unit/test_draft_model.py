@@ -157,6 +157,66 @@ def test_a_full_draft_cache_means_no_draft() -> None:
     assert len(drafter.propose([sequence([1] * 10)], [3])[0]) == 3
 
 
+def test_text_that_the_draft_does_not_know_means_no_draft() -> None:
+    """A target's vocabulary may be padded more widely."""
+    model = ContextTarget(vocab_size=7)
+    rows = rows_of(model)
+    drafter, seq, other = DraftModelProposer(model, vocab_size=10, kv_tokens=256), *map(sequence, ([1], [2]))
+    seq.request_id, seq.tokens = "s", [1, 9, 3]
+    drafts = drafter.propose([seq, other], [2, 2])
+    assert [len(draft) for draft in drafts] == [0, 2]
+    assert rows == [1, 1]
+    other.tokens += [*drafts[1].tokens.tolist(), 8]
+    drafter.observe([seq, other], [Verdict((), 4, True), Verdict((0, 1), 8, False)], [(), ()])
+    for _ in range(2):
+        assert [len(draft) for draft in drafter.propose([seq, other], [2, 2])] == [0, 0]
+        other.tokens.append(3)
+    assert rows == [1, 1]
+
+
+class Forced:
+    """A grammar of one answer."""
+
+    def __init__(self, answer: list[int], vocab_size: int) -> None:
+        self.answer, self.vocab_size = answer, vocab_size
+
+    def allowed(self, paths: Any) -> torch.Tensor:
+        rows = torch.zeros(len(paths), self.vocab_size, dtype=torch.bool)
+        for row, path in zip(rows, paths, strict=True):
+            row[self.answer[len(path)]] = True
+        return rows
+
+    def advance(self, token_ids: Any) -> None: ...
+
+
+@pytest.mark.parametrize("tree", [None, (3, 2, 2)])
+@pytest.mark.parametrize(
+    "params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.9), SamplingParams(top_k=3)], ids=str
+)
+def test_a_draft_ends_where_it_cannot_say_what_is_asked_for(tree: Any, params: SamplingParams) -> None:
+    drafter = DraftModelProposer(ContextTarget(vocab_size=7), vocab_size=10, kv_tokens=256, tree=tree)
+    for answer in ([8, 1, 1], [1, 8, 1], [1, 2, 8]):
+        seq = sequence([1, 2, 3], params)
+        seq.grammar = Forced(answer, 10)
+        assert drafter.propose([seq], [7])[0].tokens.tolist() == answer[: answer.index(8)]
+        drafter.forget("r")
+
+
+def test_a_node_that_nothing_may_follow_leaves_the_others_alone() -> None:
+    class Fork(Forced):
+        def allowed(self, paths: Any) -> torch.Tensor:
+            rows = torch.zeros(len(paths), self.vocab_size, dtype=torch.bool)
+            for row, path in zip(rows, paths, strict=True):
+                row[[1, 2] if not path else [3, 4] if path[0] == 1 else [8]] = True
+            return rows
+
+    seq = sequence([1, 2, 3])
+    seq.grammar = Fork([], 10)
+    drafter = DraftModelProposer(ContextTarget(vocab_size=7), vocab_size=10, kv_tokens=256, tree=(2, 2))
+    (draft,) = drafter.propose([seq], [4])
+    assert sorted(draft.tokens.tolist()) == [1, 2, 3, 4]
+
+
 def save_tokenizer(path: Path, words: list[str]) -> Any:
     vocab = {word: i for i, word in enumerate(words)}
     tokenizer = transformers.PreTrainedTokenizerFast(

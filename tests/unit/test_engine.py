@@ -331,6 +331,11 @@ def test_bad_requests_are_refused_at_once() -> None:
     engine.add([1], GREEDY, "a")
     with pytest.raises(ConfigError, match="already running"):
         engine.add([1], GREEDY, "a")
+    engine.cancel("a")
+    with pytest.raises(ConfigError, match="already running"):  # until that is reported
+        engine.add([1], GREEDY, "a")
+    assert [output.finish_reason for output in engine.step()] == ["cancelled"]
+    engine.add([1], GREEDY, "a")
     with pytest.raises(ConfigError, match="max_batch_tokens=1"):
         EngineConfig(max_seqs=2, max_batch_tokens=1)
     with pytest.raises(ConfigError, match="exceeds the model's context"):

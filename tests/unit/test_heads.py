@@ -209,14 +209,18 @@ def test_a_head_that_is_never_right_is_left_out_of_the_tree() -> None:
     assert calibrate([[0.6, 0.2], [0.0, 0.0], [0.5, 0.1]], 10) == ((0,), (1,))
 
 
-def test_a_shared_prompt_is_drafted_from_too(target: HFCausal, embedding: torch.Tensor) -> None:
-    """A request whose beginning is in the cache drafts what it would draft had it been read anew."""
+@pytest.mark.parametrize("first", ["drafted", "finished", "running"])
+def test_a_shared_prompt_is_drafted_from_too(first: str, target: HFCausal, embedding: torch.Tensor) -> None:
+    """A request whose beginning is in the cache drafts what it would draft had it been read anew, also if
+    nothing was drafted for the request that left it there, or not yet.
+    """
     prompt = torch.randint(3, 97, (70,), generator=torch.Generator().manual_seed(3)).tolist()
     params = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+    before = params if first == "drafted" else replace(params, budget=0)
     drafts: list[list[list[int]]] = []
     for shared in (True, False):
         proposer = eagle_proposer(eagle(), embedding)
-        config = EngineConfig(max_seqs=1, max_len=128, kv_tokens=KV, prefix_cache=shared)
+        config = EngineConfig(max_seqs=2, max_len=128, kv_tokens=KV, prefix_cache=shared)
         engine = Engine(target, proposer, config=config, controller=FixedBudget(6))
         seen: list[list[int]] = []
         propose = proposer.propose
@@ -227,11 +231,14 @@ def test_a_shared_prompt_is_drafted_from_too(target: HFCausal, embedding: torch.
             return found
 
         proposer.propose = watched  # type: ignore[method-assign]
-        for _ in range(2):
-            seen.clear()
-            engine.add(prompt, params)
-            while engine.has_work:
-                engine.step()
+        engine.add(prompt, before)
+        for _ in range(3 if first == "running" else 20):
+            engine.step()
+        seen.clear()
+        engine.add(prompt, params)
+        while engine.has_work:
+            engine.step()
+        assert not engine.drafter._off
         drafts.append([*seen])
     assert drafts[0] == drafts[1]
 
@@ -284,3 +291,39 @@ def second_and_third(
             for third, last in enumerate(row.tolist()):
                 law[second, third] = law.get((second, third), 0.0) + chance * p * last
     return law
+
+
+class Numbers:
+    """A grammar of one answer, and of what may be said at its places besides."""
+
+    def __init__(self, *allowed: list[int]) -> None:
+        self.tokens = allowed
+
+    def allowed(self, paths: Any) -> torch.Tensor:
+        rows = torch.zeros(len(paths), 97, dtype=torch.bool)
+        for row, path in zip(rows, paths, strict=True):
+            row[self.tokens[len(path)]] = True
+        return rows
+
+    def advance(self, token_ids: Any) -> None:
+        self.tokens = self.tokens[len(token_ids) :]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_path_without_a_choice_is_drafted_to_its_end(
+    drawn: bool, target: HFCausal, embedding: torch.Tensor
+) -> None:
+    """As far as the head can say what a grammar asks for."""
+    head = eagle()
+    known = head.target_ids[:4].tolist()
+    strange = next(token for token in range(97) if token not in head.target_ids)
+    proposer = eagle_proposer(head, embedding, drawn=drawn)
+    config = EngineConfig(max_seqs=1, max_len=128, kv_tokens=KV)
+    engine = Engine(target, proposer, config=config, controller=FixedBudget(7))
+    asked = [[5], *([token] for token in known), [strange], *([[5]] * 9)]
+    engine.add([3, 4, 5], SamplingParams(max_tokens=9, seed=1, top_p=0.9), "r", grammar=Numbers(*asked))
+    steps = []
+    while engine.has_work:
+        steps += [output.token_ids for output in engine.step()]
+        assert not engine.drafter._off
+    assert steps[1] == [*known, strange]

@@ -126,6 +126,16 @@ def test_banned_tokens_have_no_mass_under_any_cut() -> None:
         torch.testing.assert_close(laws.sum(-1), torch.ones(3))
 
 
+@pytest.mark.parametrize("options", [{"top_k": 5}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
+def test_a_row_in_which_nothing_is_possible_leaves_the_others_alone(options: dict[str, float]) -> None:
+    logits, params = random_logits(3, 200), SamplingParams(**options)
+    logits[1] = -torch.inf
+    laws = to_laws(logits, params)
+    assert not laws[1].any()
+    assert torch.equal(laws[::2], to_laws(logits[::2], params))
+    assert not to_laws(logits[1:2], params).any()
+
+
 @pytest.mark.parametrize("temperature", [1e-38, 1e-6, 100.0])
 @pytest.mark.parametrize("options", [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_extreme_temperatures_stay_finite(temperature: float, options: dict[str, float]) -> None:

@@ -78,7 +78,7 @@ class Drafter:
                 return {seqs[0]: NO_DRAFT}
             drafts: dict[Sequence, Draft] = {}
             for seq, budget in zip(seqs, budgets, strict=True):
-                self.proposer.forget(seq.request_id)  # how far it came is unknown
+                self._forget(seq.request_id)  # how far it came is unknown
                 drafts |= self._propose([seq], [budget])
             return drafts
 
@@ -104,9 +104,16 @@ class Drafter:
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""
         self._off.discard(request_id)
-        if self.proposer is not None and self.controller is not None:
-            self.proposer.forget(request_id)
+        if self.controller is not None:
+            self._forget(request_id)
             self.controller.forget(request_id)
+
+    def _forget(self, request_id: str) -> None:
+        assert self.proposer is not None
+        try:
+            self.proposer.forget(request_id)
+        except Exception as error:
+            _log.warning("the proposer failed to forget %s: %r", request_id, error)
 
     def _drafting(self, seqs: Seq[Sequence]) -> list[Sequence]:
         return [] if self.proposer is None else [seq for seq in seqs if seq.request_id not in self._off]

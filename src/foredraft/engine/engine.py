@@ -196,7 +196,7 @@ class Engine:
             )
         if params.stop and self._make_sink is None:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer, which this engine was not given")
-        if request_id in self._seqs:
+        if request_id in self._seqs or any(seq.request_id == request_id for seq in self._cancelled):
             raise ConfigError(f"request_id={request_id!r} is already running: use another one")
 
     def _report_cancelled(self) -> list[StepOutput]:
@@ -241,8 +241,8 @@ class Engine:
 
     def _finish(self, seq: Sequence) -> None:
         """Forget a request: its blocks are free and its id can be used again."""
+        self.drafter.forget(seq.request_id)  # while its blocks are still its own
         self._scheduler.remove(seq, self._kv)
-        self.drafter.forget(seq.request_id)
         del self._seqs[seq.request_id]
 
 

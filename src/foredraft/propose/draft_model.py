@@ -20,7 +20,7 @@ from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
-from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen
+from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen, is_stuck
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
 
@@ -97,8 +97,10 @@ class DraftModelProposer:
         state = self._states.get(seq.request_id) or self._new(seq)
         levels = min(budget, seq.levels_left, self.model.max_len - len(seq.tokens))
         sizes = [1] * max(levels, 0) if self.tree is None else _fitted(self.tree[: max(levels, 0)], budget)
-        if not self._kv.pool.grow(state.table, len(seq.tokens) + sum(sizes)):
-            sizes = []  # the draft's cache is full: this request goes on without a draft
+        # Vocabularies of one tokenizer may be padded differently: the draft may not know every token.
+        foreign = max(seq.tokens[state.kv_len :]) >= self.model.vocab_size
+        if foreign or not self._kv.pool.grow(state.table, len(seq.tokens) + sum(sizes)):
+            sizes = []  # or its cache is full: this request goes on without a draft
         return _Growing(seq, state, sizes)
 
     def _new(self, seq: Sequence) -> _State:
@@ -138,7 +140,9 @@ class DraftModelProposer:
         draft.state.fed = len(draft.tokens)
         paths = [[draft.tokens[n] for n in path_to(draft.parents, node)] for node in frontier]
         logits = at_nodes(draft.seq, logits, paths)
-        if self.tree is not None:
+        if is_stuck(draft.seq, logits):
+            draft.level_sizes.clear()
+        elif self.tree is not None:
             self._best(draft, logits, frontier, size)
         elif draft.seq.params.greedy:
             self._add(
@@ -156,6 +160,7 @@ class DraftModelProposer:
         logs = torch.log_softmax(foreseen(draft.seq, logits, [depth], every), dim=-1)
         known = torch.tensor([draft.scores[node] if node >= 0 else 0.0 for node in frontier])
         best, tokens = logs.topk(min(size, logs.shape[-1]), dim=-1)
+        best = best.masked_fill(best.isnan(), -torch.inf)  # of a node after which nothing is possible
         scores, places = (best + known.to(best)[:, None]).flatten().topk(min(size, best.numel()))
         for score, place in zip(scores.tolist(), places.tolist(), strict=True):
             if score > float("-inf"):  # else a grammar forbids it

@@ -16,6 +16,7 @@ from torch import Tensor
 from foredraft import sampling
 from foredraft.engine.batch import Batch, Feed, make_batch
 from foredraft.engine.kv import KVCache, LayerShape
+from foredraft.engine.pool import BLOCK
 from foredraft.engine.sequence import Sequence
 from foredraft.models.attention import Attend, quick
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes
@@ -23,7 +24,7 @@ from foredraft.models.compiled_head import CompiledEagle, Waiting, can_compile_h
 from foredraft.models.fast_head import FastEagle
 from foredraft.models.heads import EagleLayer
 from foredraft.models.kernels import BEST, LEVELS
-from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen, future, is_processed, luck
+from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen, future, is_processed, is_stuck, luck
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Draw, Needs, Verdict
 
@@ -40,9 +41,20 @@ class _State:
     are, and of which position the first is.
     """
 
+    seq: Sequence
     first: int
     count: int
     steps: list[tuple[Tensor, ...]]
+
+    @property
+    def current(self) -> bool:
+        """False if the request has lost its slots since."""
+        return self.first + self.count == self.seq.kv_len
+
+    @property
+    def shareable(self) -> bool:
+        """True if others may begin with blocks in which the head has positions to read."""
+        return self.current and self.first < min(self.seq.table.known * BLOCK, self.seq.kv_len - 1)
 
     def add(self, layers: tuple[Tensor, ...]) -> None:
         """Add the states of a step, [rows, hidden] of each layer."""
@@ -150,8 +162,8 @@ class EagleProposer:
 
     def _grow_all(self, fast: CompiledEagle, growing: Seq[_Growing]) -> list[_Growing]:
         """Grow at once the trees of requests whose laws have no processors; return the others."""
-        states = [(draft.seq, self._states[draft.seq.request_id]) for draft in growing]
-        self._feed([(seq, state) for seq, state in states if state.count > _ROWS])
+        states = [self._states[draft.seq.request_id] for draft in growing]
+        self._feed([state for state in states if state.count > _ROWS])
         plain = [draft for draft in growing if not self._has_own_law(draft)]
         if plain:
             begun = []
@@ -250,7 +262,8 @@ class EagleProposer:
         the draft.
         """
         newest = sorted(range(first, len(draft.tokens)), key=lambda c: -draft.scores[c])[:_WIDTH]
-        least = min(sorted(draft.scores, reverse=True)[: draft.budget], default=0.0)
+        ranked = sorted(draft.scores, reverse=True)
+        least = ranked[draft.budget - 1] if len(ranked) >= draft.budget else float("-inf")
         room = draft.seq.table.capacity - len(draft.seq.tokens) + 1  # a fed node takes a slot
         room = min(room, _WIDTH * _LEVELS) - len(draft.fed)
         chosen = [c for c in newest if draft.scores[c] > least][:room]
@@ -266,6 +279,9 @@ class EagleProposer:
 
     def _draw(self, draft: _Growing, logits: Tensor, node: int) -> None:
         """Go on with a chain by one token drawn from the head's law."""
+        if is_stuck(draft.seq, logits):
+            draft.levels = 0
+            return
         law, token = drawn(draft.seq, logits, len(draft.tokens))
         draft.laws.append(law)
         draft.add(token, node, 0.0)
@@ -281,33 +297,44 @@ class EagleProposer:
 
     @torch.inference_mode()
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
-        """Keep the features of what joined the cache; feed them if they are many."""
-        many = []
+        """Keep the features of what joined the cache; feed them if they are many, or if a request began with
+        blocks that may be theirs.
+        """
+        shared = False
         for seq, layers in zip(seqs, hidden, strict=True):
             first = seq.kv_len - len(layers[0])
             state = self._states.get(seq.request_id)
             if state is None or state.first + state.count != first:
-                state = self._states[seq.request_id] = _State(first, 0, [])
+                state = self._states[seq.request_id] = _State(seq, first, 0, [])
+                shared = shared or first > 0
             state.add(layers)
-            if state.count > (_FEW if seq.kv_len <= seq.prompt_len else _MANY):
-                many.append((seq, state))
-        self._feed(many)
+        every = self._states.values()
+        self._feed([state for state in every if _is_much(state) or (shared and state.shareable)])
 
-    def _feed(self, many: Seq[tuple[Sequence, _State]]) -> None:
+    def _feed(self, states: Seq[_State]) -> None:
         """Feed all waiting features but the last, with which the next draft begins."""
-        if not many:
+        if not states:
             return
         feeds = [
-            Feed(seq.tokens[state.first + 1 : seq.kv_len], state.first, seq.table, None)
-            for seq, state in many
+            Feed(state.seq.tokens[state.first + 1 : state.seq.kv_len], state.first, state.seq.table, None)
+            for state in states
         ]
-        features = [state.take(left=1) for _, state in many]
+        features = [state.take(left=1) for state in states]
         if isinstance(self._fast, CompiledEagle):
             rows = zip(feeds, features, strict=True)
             self._fast.grow([Waiting(f.tokens, some, f.kv_len, f.table) for f, some in rows], self._kv)
         else:
             self._run(make_batch(feeds), self._fast.fuse(torch.cat(features)))
 
+    @torch.inference_mode()
     def forget(self, request_id: str) -> None:
-        """Drop what is kept for a request."""
-        self._states.pop(request_id, None)
+        """Drop what is kept for a request, but not what later ones may begin with."""
+        state = self._states.pop(request_id, None)
+        if state is not None and state.shareable:
+            self._feed([state])
+
+
+def _is_much(state: _State) -> bool:
+    """True if more waits than is kept for a draft that may never come."""
+    in_prompt = state.seq.kv_len <= state.seq.prompt_len
+    return state.current and state.count > (_FEW if in_prompt else _MANY)

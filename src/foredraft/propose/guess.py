@@ -32,6 +32,11 @@ def at_nodes(seq: Sequence, logits: Tensor, paths: Seq[list[int]]) -> Tensor:
     return sampling.penalize(logits, seq.params, seq.tokens[: seq.prompt_len], outputs, frozenset())
 
 
+def is_stuck(seq: Sequence, logits: Tensor) -> bool:
+    """True if nothing may follow by processed logits: a grammar asks for what this draft cannot say."""
+    return is_processed(seq) and not bool((logits > -torch.inf).any())
+
+
 def luck(params: SamplingParams) -> float:
     """Return how much the noise of a draw counts beside a draft's logits; 0 for greedy requests.
 

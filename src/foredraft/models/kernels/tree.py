@@ -96,7 +96,7 @@ def _choose(seq: Any, first: Any, scores: Any, fed: Any, worth: Any) -> None:
     count, budget = seq[FOUND], seq[_BUDGET]
     if seq[_LEFT] <= 0:
         return
-    least = np.sort(scores[:count])[::-1][min(budget, count) - 1]
+    least = np.sort(scores[:count])[count - budget] if count >= budget else -np.inf
     newest = first + np.argsort(-scores[first:count], kind="mergesort")
     chosen, chance = 0, 0.0
     for candidate in newest[: max(0, min(BEST, seq[_ROOM] - seq[TAKEN]))]:
