@@ -155,14 +155,15 @@ class AcceptanceBudget:
 
         pairs = zip(seqs, requests, strict=True)
         gains = [self._choose(seq, request, alike_s) for seq, request in pairs]
-        ours = [seq.params.budget == "auto" for seq in seqs]  # others have nothing to win by it, or to probe
-        gains = [some if its else [] for some, its in zip(gains, ours, strict=True)]
         drafted_by = [request.source for request in requests]
         least = WORTHWHILE / self._ledger(count).trust
         alone = count == 1 or self._turnover.steady
         slacks = None
         if not alone:
-            slacks = [max(its.slack, 0.0) if own else inf for its, own in zip(requests, ours, strict=True)]
+            slacks = [
+                max(request.slack, 0.0) if seq.params.budget == "auto" else inf
+                for seq, request in zip(seqs, requests, strict=True)
+            ]
         begin_s = [
             self._unread_s(request) / max(1, min(_FOR, seq.levels_left))
             for seq, request in zip(seqs, requests, strict=True)
@@ -238,7 +239,8 @@ class AcceptanceBudget:
         self, seq: Sequence, request: Request, alike_s: Callable[[Source, int], list[float]]
     ) -> list[float]:
         """Choose the source that would give the most if all sequences had one alike, or one that was not
-        tried for long; return its gains.
+        tried for long; return its gains, none for a request with a budget of its own: there is nothing to
+        choose or probe.
         """
         best: list[float] = []
         best_rate, request.source = 0.0, None
@@ -260,7 +262,7 @@ class AcceptanceBudget:
         seq.source = request.source
         if request.source is not None:
             request.chosen[request.source.method] = request.steps
-        return best
+        return best if seq.params.budget == "auto" else []
 
     def _plain_s(self, count: int) -> float:
         """Seconds of a step of so many sequences without drafts."""

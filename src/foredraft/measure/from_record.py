@@ -57,17 +57,21 @@ def _estimate(base: Figures, mine: Figures) -> Estimate | None:
         return None
     drafted = told.drafted / told.steps
     node_cost = max(mine.inter_token * emitted / base.inter_token - 1, 0.0) / drafted
-    as_it_was = emitted / (1 + drafted * node_cost)
     levels = len(mine.accepted_at) or round(drafted)
-    if told.levels != told.drafted or not levels or drafted < _STEADY * levels:
-        return Estimate(mine.arm, mine.load, mine.speedup.value, drafted, node_cost, rate, None, as_it_was)
-    reached = mine.accepted_at or _geometric(rate, levels)
+    best, speed = None, emitted / (1 + drafted * node_cost)
+    if levels and told.levels == told.drafted and drafted >= _STEADY * levels:
+        best, speed = _best(mine.accepted_at or _geometric(rate, levels), node_cost)
+    return Estimate(mine.arm, mine.load, mine.speedup.value, drafted, node_cost, rate, best, speed)
+
+
+def _best(reached: list[float], node_cost: float) -> tuple[int, float]:
+    """Return the budget with the highest speed-up, 0 if none helps, and that speed-up."""
     tokens, best, speed = 1.0, 0, 1.0
     for budget, share in enumerate(reached, 1):
         tokens += share
         if tokens / (1 + budget * node_cost) > speed:
             best, speed = budget, tokens / (1 + budget * node_cost)
-    return Estimate(mine.arm, mine.load, mine.speedup.value, drafted, node_cost, rate, best, speed)
+    return best, speed
 
 
 def _geometric(rate: float, levels: int) -> list[float]:

@@ -31,7 +31,7 @@ def encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
     try:
         if "messages" not in body:
             return encode_text(tokenizer, body["prompt"])
-        return list(encode_chat(tokenizer, body["messages"]))
+        return encode_chat(tokenizer, body["messages"])
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
