@@ -30,9 +30,9 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield where, row
 
 
-def request_body(row: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a row's request, with "messages" or "prompt": the row itself, or what a server captured as
-    {"body": …}.
+def request_bodies(row: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return a row's requests, each with "messages" or one "prompt", a text or token ids: the row itself, or
+    what a server captured as {"body": …}. Several prompts are a request each.
 
     A last message of the assistant's is left out: the target gives its own. Parts of a text are joined.
     Raises ConfigError.
@@ -43,18 +43,22 @@ def request_body(row: dict[str, Any], where: str) -> dict[str, Any]:
         last = messages[-1]
         if isinstance(last, dict) and last.get("role") == "assistant":
             messages = messages[:-1]
-        return {**body, "messages": [_joined(message) for message in messages]}
+        return [{**body, "messages": [_joined(message) for message in messages]}]
     prompt = body.get("prompt") if isinstance(body, dict) else None
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str):
-        prompt = prompt[0]
-    if isinstance(prompt, str) and prompt:
-        return {**body, "prompt": prompt}
-    if isinstance(prompt, list):
+    if prompt is None:
+        raise ConfigError(f'{where} has neither "messages" (a list) nor "prompt" (a text)')
+    prompts = prompt if isinstance(prompt, list) and not is_ids(prompt) else [prompt]
+    if not prompts or not all(each and (isinstance(each, str) or is_ids(each)) for each in prompts):
         raise ConfigError(
-            f"{where} has a prompt that is no text but a list of {len(prompt)}: give each text a row of its "
-            "own, token ids as the text that they are, or leave the row out"
+            f"{where} has the prompt {str(prompt)[:40]}: give a text that is not empty, token ids, or a list "
+            "of either"
         )
-    raise ConfigError(f'{where} has neither "messages" (a list) nor "prompt" (a text)')
+    return [{**body, "prompt": each} for each in prompts]
+
+
+def is_ids(prompt: Any) -> bool:
+    """Whether a prompt is given as token ids."""
+    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
 
 
 def _joined(message: Any) -> Any:

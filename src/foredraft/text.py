@@ -57,6 +57,18 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
     return list(tokenizer.encode(text, **options))
 
 
+def encode_prompt(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:
+    """Return the token ids of a text, or those given; raises ConfigError for what no tokenizer reads or
+    writes.
+    """
+    if isinstance(prompt, str):
+        return encode_text(tokenizer, prompt)
+    foreign = [token for token in prompt if not 0 <= token < len(tokenizer)]
+    if foreign:
+        raise ConfigError(f"the prompt has token {foreign[0]}: ids go from 0 to {len(tokenizer) - 1}")
+    return list(prompt)
+
+
 def _check_messages(messages: Sequence[Message]) -> None:
     if isinstance(messages, str | Mapping) or not messages:
         raise ConfigError('messages must be a non-empty list of {"role": …, "content": …}')

@@ -291,7 +291,8 @@ def test_an_answer_that_breaks_off_has_failed_and_is_not_asked_for_again() -> No
             ":1 has no message but the assistant's own",
         ),
         ('{"messages": ["x"]}', ":1: messages[0] is no"),
-        ('{"prompt": "x", "n": 2}', ":1 asks for n=2"),
+        ('{"prompt": "x", "n": "two"}', ":1 asks for n='two'"),
+        ('{"prompt": "x", "n": 65}', ":1 asks for n=65"),
         ('{"prompt": "x", "max_tokens": "many"}', ":1 has max_tokens 'many'"),
     ],
 )
@@ -301,6 +302,14 @@ def test_bad_request_files_name_the_line(text: str, message: str, tmp_path: Path
     with pytest.raises(ConfigError) as error:
         load_asks([path], Defaults())
     assert message in str(error.value)
+
+
+def test_answers_to_one_request_are_requests(tmp_path: Path) -> None:
+    """Several prompts and several answers to each are asked one by one, with the seeds that servers give."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": ["x", "y"], "n": 2, "seed": 7}\n{"prompt": [[5, 6]], "n": 2}\n')
+    asked = [(ask.body["prompt"], ask.body["seed"]) for ask in load_asks([path], Defaults(seed=20))]
+    assert asked == [("x", 7), ("x", 8), ("y", 7), ("y", 8), ([5, 6], 24), ([5, 6], 25)]
 
 
 def test_rows_end_at_line_feeds_alone(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 from foredraft import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.measure.engine_arm import params_of
-from foredraft.rows import read_rows, request_body
+from foredraft.rows import read_rows, request_bodies
 from foredraft.server.capture import REDACTED, Capture
 from foredraft.server.config import CaptureConfig
 from foredraft.server.metrics import Metrics
@@ -49,7 +49,7 @@ def test_requests_are_captured_as_they_were_sent(serve: Callable[..., Any], tmp_
     assert chat["body"]["user"] == REDACTED
     assert chat["body"]["messages"][0] == {"role": "user", "content": REDACTED}
     assert chat["body"]["foredraft"] == {"budget": 3}
-    assert request_body(text, "line 2") == {"prompt": "the cat", "max_tokens": 2}
+    assert request_bodies(text, "line 2") == [{"prompt": "the cat", "max_tokens": 2}]
     assert set(text) == {"time", "request_id", "endpoint", "body"}
     assert path.stat().st_mode & 0o777 == 0o600
 
@@ -62,16 +62,23 @@ def test_requests_are_captured_as_they_were_sent(serve: Callable[..., Any], tmp_
             {"messages": [{"role": "user", "content": "ab"}]},
         ),
         ({"prompt": ["the cat"]}, {"prompt": "the cat"}),
+        ({"prompt": [5, 6]}, {"prompt": [5, 6]}),
     ],
 )
 def test_what_the_server_took_is_replayed(body: Any, expected: Any) -> None:
-    assert request_body({"body": body}, "line 2") == expected
+    assert request_bodies({"body": body}, "line 2") == [expected]
 
 
-@pytest.mark.parametrize("prompt", [["the", "cat"], [5], [5, 6], [[5], [6]], []])
-def test_what_cannot_be_replayed_is_named(prompt: Any) -> None:
-    with pytest.raises(ConfigError, match=r"line 2 has a prompt .* leave the row out"):
-        request_body({"body": {"prompt": prompt}}, "line 2")
+@pytest.mark.parametrize("prompts", [["the", "cat"], [[5], [6]]])
+def test_several_prompts_are_as_many_requests(prompts: list[Any]) -> None:
+    found = request_bodies({"body": {"prompt": prompts, "max_tokens": 2}}, "line 2")
+    assert found == [{"prompt": prompt, "max_tokens": 2} for prompt in prompts]
+
+
+@pytest.mark.parametrize("prompt", [[], [[]], "", [""], 5, ["the", 5], [5, "the"]])
+def test_what_is_no_prompt_is_named(prompt: Any) -> None:
+    with pytest.raises(ConfigError, match=r"line 2 has the prompt .*: give a text"):
+        request_bodies({"body": {"prompt": prompt}}, "line 2")
 
 
 def test_a_trace_is_no_matter_of_sampling() -> None:

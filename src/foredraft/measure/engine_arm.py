@@ -16,7 +16,7 @@ from foredraft.llm import LLM
 from foredraft.measure.records import Acceptance, ArmInfo, Result
 from foredraft.measure.workload import Ask, Load
 from foredraft.propose import load_draft, make_drafting
-from foredraft.text import Detokenizer, TextStream, encode_chat, encode_text
+from foredraft.text import Detokenizer, TextStream, encode_chat, encode_prompt
 from foredraft.types import SamplingParams, SpecStats, StepOutput
 
 _MAX_SEQS = 16  # for arrivals by rate
@@ -75,7 +75,7 @@ class Bench:
             if "messages" in ask.body:
                 prompt = encode_chat(self.llm.tokenizer, ask.body["messages"])
             else:
-                prompt = encode_text(self.llm.tokenizer, ask.body["prompt"])
+                prompt = encode_prompt(self.llm.tokenizer, ask.body["prompt"])
         except ConfigError as error:
             raise ConfigError(f"{ask.where}: {error}") from error
         return Job(ask, prompt, params_of(ask.body, ask.where))

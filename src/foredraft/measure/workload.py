@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 import numpy as np
 
 from foredraft.errors import ConfigError
-from foredraft.rows import read_rows, request_body
+from foredraft.rows import read_rows, request_bodies
 
 # What is set by us, without effect, or about the request rather than of it.
 _NOT_SENT = ("stream", "stream_options", "n", "user", "model", "metadata", "id", "category", "source", "text")
 
+_MOST_ANSWERS = 64  # to one request
 _BLOCK_ROUNDS = 4  # a block is so many times the concurrency, so that its ends weigh little
 T = TypeVar("T")
 
@@ -94,22 +95,24 @@ class Defaults:
 def load_asks(files: Sequence[Path], defaults: Defaults, limit: int | None = None) -> list[Ask]:
     """Return the requests of JSONL files (the built-in ones without a file), of each file the first `limit`.
 
-    A line is an OpenAI body, {"body": …} as a server captures it, or {"id", "category", "messages"}. Raises
-    ConfigError naming the line.
+    A line is an OpenAI body, {"body": …} as a server captures it, or {"id", "category", "messages"}. One with
+    several prompts, or that asks for n answers, is as many requests. Raises ConfigError naming the line.
     """
-    asks: list[Ask] = []
+    rows: list[tuple[str, dict[str, Any]]] = []
     for path in files:
-        rows = list(read_rows(path))[:limit]
-        if not rows:
+        found = list(read_rows(path))[:limit]
+        if not found:
             raise ConfigError(f"{path} has no request: give JSONL with messages or prompt")
-        asks += [_ask(row, where, len(asks) + place, defaults) for place, (where, row) in enumerate(rows)]
+        rows += found
     if not files:
         text = resources.files("foredraft").joinpath("demo_prompts.json").read_text(encoding="utf-8")
         rows = [
             ("built-in", {**row, "messages": [{"role": "user", "content": row["text"]}]})
             for row in json.loads(text)
-        ]
-        asks = [_ask(row, where, place, defaults) for place, (where, row) in enumerate(rows[:limit])]
+        ][:limit]
+    asks: list[Ask] = []
+    for where, row in rows:
+        asks += _asks(row, where, len(asks), defaults)
     counts = {ask.id: 0 for ask in asks}
     for ask in asks:
         counts[ask.id] += 1
@@ -119,19 +122,28 @@ def load_asks(files: Sequence[Path], defaults: Defaults, limit: int | None = Non
     ]
 
 
-def _ask(row: dict[str, Any], where: str, place: int, defaults: Defaults) -> Ask:
-    body = request_body(row, where)
-    _check_messages(body, where)
-    if (body.get("n") or 1) != 1:
-        raise ConfigError(f"{where} asks for n={body['n']} answers: measure asks for one at a time")
-    longest = body.pop("max_completion_tokens", None) or body.get("max_tokens") or defaults.max_tokens
-    if not isinstance(longest, int) or longest < 1:
-        raise ConfigError(f"{where} has max_tokens {longest!r}: use a whole number from 1")
-    kept = {name: value for name, value in body.items() if name not in _NOT_SENT and value is not None}
-    kept["max_tokens"] = min(longest, defaults.max_tokens)
-    kept.setdefault("temperature", defaults.temperature)
-    kept.setdefault("seed", defaults.seed + place)
-    return Ask(str(row.get("id", f"r{place:03d}")), str(row.get("category", "all")), kept, where)
+def _asks(row: dict[str, Any], where: str, place: int, defaults: Defaults) -> list[Ask]:
+    asks: list[Ask] = []
+    for body in request_bodies(row, where):
+        _check_messages(body, where)
+        answers = body.get("n") or 1
+        if not isinstance(answers, int) or not 1 <= answers <= _MOST_ANSWERS:
+            raise ConfigError(
+                f"{where} asks for n={answers!r} answers: use a whole number, 1 to {_MOST_ANSWERS}"
+            )
+        longest = body.pop("max_completion_tokens", None) or body.get("max_tokens") or defaults.max_tokens
+        if not isinstance(longest, int) or longest < 1:
+            raise ConfigError(f"{where} has max_tokens {longest!r}: use a whole number from 1")
+        kept = {name: value for name, value in body.items() if name not in _NOT_SENT and value is not None}
+        kept["max_tokens"] = min(longest, defaults.max_tokens)
+        kept.setdefault("temperature", defaults.temperature)
+        for turn in range(answers):
+            own = {"seed": defaults.seed + place + len(asks)}
+            if isinstance(kept.get("seed"), int):
+                own["seed"] = kept["seed"] + turn  # as servers count the answers to one request
+            name = str(row.get("id", f"r{place + len(asks):03d}"))
+            asks.append(Ask(name, str(row.get("category", "all")), kept | own, where))
+    return asks
 
 
 def _check_messages(body: dict[str, Any], where: str) -> None:

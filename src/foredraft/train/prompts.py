@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from foredraft.errors import ConfigError
-from foredraft.rows import read_rows, request_body
-from foredraft.text import encode_chat, encode_text
+from foredraft.rows import read_rows, request_bodies
+from foredraft.text import encode_chat, encode_prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,16 +22,20 @@ class Prompt:
     key: str
 
 
-def encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> list[int]:
-    """Return the token ids of a row: {"messages"}, {"prompt"}, or a captured request {"body": either}.
+def encode_row(row: dict[str, Any], tokenizer: Any, where: str) -> list[list[int]]:
+    """Return the token ids of each prompt of a row: {"messages"}, {"prompt"}, or a captured request {"body":
+    either}.
 
     A last message of the assistant's is left out: the target gives its own. Raises ConfigError.
     """
-    body = request_body(row, where)
+    bodies = request_bodies(row, where)
     try:
-        if "messages" not in body:
-            return encode_text(tokenizer, body["prompt"])
-        return encode_chat(tokenizer, body["messages"])
+        return [
+            encode_chat(tokenizer, body["messages"])
+            if "messages" in body
+            else encode_prompt(tokenizer, body["prompt"])
+            for body in bodies
+        ]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
 
@@ -46,12 +50,12 @@ def load_prompts(files: Sequence[Path], tokenizer: Any, *, longest: int) -> list
     dropped = 0
     for path in files:
         for where, row in read_rows(path):
-            ids = encode_row(row, tokenizer, where)
-            if len(ids) > longest:
-                dropped += 1
-                continue
-            key = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()
-            prompts[key] = Prompt(tuple(ids), key)
+            for ids in encode_row(row, tokenizer, where):
+                if len(ids) > longest:
+                    dropped += 1
+                    continue
+                key = hashlib.blake2b(json.dumps(ids).encode(), digest_size=8).hexdigest()
+                prompts[key] = Prompt(tuple(ids), key)
     if not prompts:
         names = ", ".join(str(path) for path in files) or "no file"
         raise ConfigError(
