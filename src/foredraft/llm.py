@@ -34,14 +34,15 @@ class LLM:
 
     `model` and `draft`: a zoo name, a directory, a Hugging Face id; `draft` also "ngram", "suffix",
     "suffix-shared" (looks through earlier answers too), "eagle", "medusa" or "distilled" (where shipped for
-    the model; a directory may hold such a draft too), one of those and a lookup, as "eagle+suffix" (each
-    step drafts by what promises more), "auto" (the best that is shipped), or None (plain decoding). `dtype`:
+    the model; a directory may hold such a draft too), one of those and a lookup, as "eagle+suffix" (each step
+    drafts by what promises more), "auto" (the best that is shipped), or None (plain decoding). `dtype`:
     "auto" (as stored, where that is fast), "float32", "bfloat16" or "float16". `budget`: the most nodes
     drafted per sequence and step, or "auto". `max_seqs` requests run at once, others wait. `max_len`: prompt
     and answer in tokens, at most (None: the model's context, or what the cache holds). `kv_gb`: memory for
-    the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step. `tree`: for a draft model,
-    the nodes of each level of a tree drafted instead of a chain. `prefix_cache`: a request that begins like
-    an earlier one reuses its cache; turn it off to time requests one by one.
+    the KV caches in 10^9 bytes. `max_batch_tokens`: prompt tokens fed per step (None: 512, or max_seqs if
+    that is more). `tree`: for a draft model, the nodes of each level of a tree drafted instead of a chain.
+    `compile`: nothing but False; models that have a compiled pass take it by themselves. `prefix_cache`: a
+    request that begins like an earlier one reuses its cache; turn it off to time requests one by one.
 
     Raises ModelError, CheckpointError or DownloadError if model or draft cannot be had or run, ConfigError or
     CapacityError for options. One thread may use it at a time; streams and calls may interleave.
@@ -57,11 +58,16 @@ class LLM:
         budget: Budget = "auto",
         max_seqs: int = 16,
         max_len: int | None = None,
+        compile: bool = False,
         kv_gb: float | None = None,
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int | None = None,
         tree: tuple[int, ...] | None = None,
         prefix_cache: bool = True,
     ) -> None:
+        if compile:
+            raise ConfigError(
+                "compile=True is not supported: leave it out, models that have a compiled pass take it anyway"
+            )
         self.model_path = zoo.resolve(model)
         target = load_target(self.model_path, dtype=dtype, device=device)
         if target.token_ids is not None:
@@ -87,7 +93,7 @@ class LLM:
             config=EngineConfig(
                 max_seqs=max_seqs,
                 max_len=self.max_len,
-                max_batch_tokens=max_batch_tokens,
+                max_batch_tokens=max_batch_tokens or max(EngineConfig().max_batch_tokens, max_seqs),
                 kv_tokens=kv_tokens,
                 prefix_cache=prefix_cache,
             ),

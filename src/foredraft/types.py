@@ -7,10 +7,10 @@ in a draft), `pos` (place in the text, 0 is the first prompt token), `slot` (pla
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -55,7 +55,7 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     seed: int | None = None
     max_tokens: int = 256
     min_tokens: int = 0
@@ -102,6 +102,9 @@ class SamplingParams:
         self._check_bias()
 
     def _check_stops(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value = getattr(self, name)
+            _require(isinstance(value, Iterable), name, value, "a list of them, () for none")
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         for text in stop:
             _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
@@ -112,6 +115,7 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", ids)
 
     def _check_bias(self) -> None:
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "{token id: bias}")
         for token, bias in self.logit_bias.items():
             _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids, 0 or more, as keys")
             _require(_is_number(bias) and -100 <= bias <= 100, f"logit_bias[{token}]", bias, "-100 to 100")
@@ -140,9 +144,17 @@ class Draft:
     draw: Draw = "fixed"
 
     def __post_init__(self) -> None:
-        assert len(self.parents) == len(self.tokens)
-        assert all(-1 <= parent < node for node, parent in enumerate(self.parents))
-        assert not self.is_drawn or self.laws is not None or not self.parents
+        """Raises ValueError for what is no tree, and for a drawn one without laws."""
+        if not isinstance(self.tokens, Tensor):
+            object.__setattr__(self, "tokens", torch.tensor(self.tokens, dtype=torch.int64))
+        if len(self.parents) != len(self.tokens):
+            raise ValueError(f"{len(self.tokens)} tokens have {len(self.parents)} parents: give one each")
+        if not all(-1 <= parent < node for node, parent in enumerate(self.parents)):
+            raise ValueError(f"parents {self.parents} are no tree: each is -1 or a smaller node")
+        if self.draw not in get_args(Draw):
+            raise ValueError(f"draw={self.draw!r} is unknown: use {', '.join(get_args(Draw))}")
+        if self.is_drawn and self.laws is None and self.parents:
+            raise ValueError(f"a draft that was drawn ({self.draw}) needs its laws")
 
     def __len__(self) -> int:
         return len(self.parents)
@@ -216,9 +228,21 @@ class SpecStats:
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
+    def conditional_at(self) -> list[float]:
+        """Of the steps whose path reached a depth, the share that reached the next: accepted_at[d] over
+        accepted_at[d - 1], over steps for the first.
+        """
+        before = [self.steps, *self.accepted_at]
+        return [count / max(reached, 1) for count, reached in zip(self.accepted_at, before, strict=False)]
+
+    @property
     def tokens_per_s(self) -> float:
         """Emitted tokens per second of total time, prefill included."""
         return self.emitted / self.total_s if self.total_s else 0.0
+
+    def copy(self) -> SpecStats:
+        """Return a record of its own."""
+        return replace(self, accepted_at=list(self.accepted_at))
 
     def add(self, other: SpecStats) -> None:
         """Add another record to this one, field by field."""
@@ -286,7 +310,7 @@ class Source:
 @dataclass(frozen=True, slots=True)
 class StepOutput:
     """What one engine step gave one request. `origins` says where each token came from, one letter a token:
-    a(ccepted), r(ecovered), b(onus). `stats` is the request's own running record. `parents` is the tree that
+    a(ccepted), r(ecovered), b(onus). `stats` is the request's record so far. `parents` is the tree that
     was drafted for the step, `path` its accepted nodes.
     """
 

@@ -63,6 +63,20 @@ def test_the_first_to_arrive_is_found_without_looking_at_all(
     assert [draw(law, Noise(seed), pos) for pos in range(20)] == times.argmin(-1).tolist()
 
 
+def test_any_noise_that_gives_exponentials_draws() -> None:
+    class Planted:
+        def exponential(self, pos: int, vocab: int) -> torch.Tensor:
+            return torch.arange(1, vocab + 1, dtype=torch.float64)
+
+    assert draw(torch.tensor([0.1, 0.2, 0.7]), Planted(), 5) == 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_rounded_law_is_drawn_from_as_it_is(dtype: torch.dtype) -> None:
+    law = torch.tensor([0.125, 0.375, 0.5])
+    assert all(draw(law.to(dtype), Noise(3), pos) == draw(law, Noise(3), pos) for pos in range(50))
+
+
 def test_one_draw_is_a_row_of_many() -> None:
     laws, noise = torch.softmax(random_logits(8, 300), -1), Noise(4)
     rows = draw_rows(laws, torch.tensor([noise.key(pos) for pos in range(8)]))

@@ -247,8 +247,6 @@ class Asked:
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         self.step += 1
 
-    def forget(self, request_id: str) -> None: ...
-
 
 def test_a_controller_that_rests_is_not_asked() -> None:
     """Texts are the same; a request with a budget of its own is asked for all the same."""
@@ -393,6 +391,31 @@ class FailingProposer(RandomProposer):
     def observe(self, seqs: Any, verdicts: Any, hidden: Any) -> None:
         self._fail("observe", seqs)
         super().observe(seqs, verdicts, hidden)
+
+
+class Greedy(RandomProposer):
+    """Drafts more than it may."""
+
+    def propose(self, seqs: Any, budgets: Any) -> Any:
+        return super().propose(seqs, [budget + 1 for budget in budgets])
+
+
+def test_a_draft_over_its_budget_is_a_proposers_failure(caplog: pytest.LogCaptureFixture) -> None:
+    target = ContextTarget(vocab_size=7)
+    engine = drafting(target, Greedy(target, chain=True), budget=2)
+    engine.add([1, 2], GREEDY, "bad")
+    assert tokens(run(engine)["bad"]) == plain_greedy(target, [1, 2], 40)
+    assert "bad goes on without drafts: the proposer failed: ValueError('a draft has 3 nodes" in caplog.text
+
+
+def test_an_engine_needs_no_more_than_a_target() -> None:
+    """Outputs keep the counts of their step; the engine's own seconds are those of its steps."""
+    target, clock = ContextTarget(7), count(0.0)
+    engine = Engine(target, clock=lambda: next(clock))
+    engine.add([1, 2], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True), "one")
+    assert [output.stats.emitted for output in run(engine)["one"]] == [1, 2, 3, 4, 5]
+    stats = engine.stats
+    assert stats.total_s == stats.prompt_s + stats.draft_s + stats.target_s + stats.other_s > 0
 
 
 @pytest.mark.parametrize("method", ["sources", "propose", "observe"])

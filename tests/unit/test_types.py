@@ -39,6 +39,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"budget": True}, "budget=True"),
     ({"stop": ("a", "")}, "stop='' is out of range: use non-empty strings"),
     ({"stop": (3,)}, "stop=3"),
+    ({"stop": None}, "stop=None is out of range: use a list of them, () for none"),
+    ({"stop_token_ids": 2}, "stop_token_ids=2 is out of range: use a list of them"),
+    ({"logit_bias": [7]}, "logit_bias=[7] is out of range: use {token id: bias}"),
     ({"stop_token_ids": (1, -1)}, "stop_token_ids=-1 is out of range: use token ids, 0 or more"),
     ({"logit_bias": {"7": 1.0}}, "logit_bias='7' is out of range: use token ids, 0 or more, as keys"),
     ({"logit_bias": {7: 101}}, "logit_bias[7]=101 is out of range: use -100 to 100"),
@@ -90,6 +93,7 @@ def test_what_is_given_is_kept_apart_from_the_callers_own() -> None:
     assert params.logit_bias == {3: 1.0}
     assert params.stop_token_ids == (4, 5)
     assert params.stop == ("end",)
+    assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}, stop="end", stop_token_ids=(4, 5)))  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 3  # type: ignore[misc]
 
@@ -105,15 +109,16 @@ def test_drafts_know_their_shape() -> None:
     assert draft.parents == (-1, 0, 1)
     assert len(draft) == 3
     assert len(NO_DRAFT) == 0
+    assert Draft([4, 5], (-1, 0)).tokens.tolist() == [4, 5]  # type: ignore[arg-type]
     assert chain(torch.tensor([4])).tokens.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
     ("tokens", "parents", "draw"),
-    [([1, 2], (-1,), "fixed"), ([1, 2], (-1, 1), "fixed"), ([1], (-2,), "fixed"), ([1], (-1,), "iid")],
+    [([1, 2], (-1,), "fixed"), ([1, 2], (-1, 1), "fixed"), ([1], (-2,), "fixed"), ([1], (-1,), "iid"), ([1], (-1,), "drawn")],
 )
 def test_broken_drafts_are_caught(tokens: list[int], parents: tuple[int, ...], draw: Any) -> None:
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match=r"parents|laws|draw='drawn' is unknown"):
         Draft(torch.tensor(tokens), parents, None, draw)
 
 
@@ -128,6 +133,9 @@ def test_stats_are_the_sum_of_their_steps() -> None:
     assert (stats.steps, stats.drafted, stats.levels, stats.accepted, stats.emitted) == (2, 7, 4, 3, 5)
     assert stats.accept_rate == 3 / 4
     assert stats.mean_emitted == 5 / 2
+    assert stats.conditional_at == [1.0, 0.5]
+    assert stats.copy() == stats
+    assert stats.copy().accepted_at is not stats.accepted_at
     assert stats.tokens_per_s == 5.0
 
 

@@ -22,6 +22,3 @@ class FixedBudget:
 
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Learn nothing."""
-
-    def forget(self, request_id: str) -> None:
-        """Hold nothing."""

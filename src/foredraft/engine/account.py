@@ -19,8 +19,8 @@ def account(
     times: StepTimes,
     now: float,
 ) -> None:
-    """Add one step to the record of each request in the plan, and to that of all. now: of the engine's
-    clock.
+    """Add one step to the record of each request in the plan, and to that of all, whose total_s are the
+    seconds of steps. now: of the engine's clock.
     """
     decided = iter(zip(drafts, verdicts, emissions, strict=True))
     for planned in plan:
@@ -39,3 +39,4 @@ def account(
         seq.stats.add(record)
         seq.stats.total_s = now - seq.arrived_s
         total.add(record)
+    total.total_s += times.draft_s + times.target_s + times.other_s

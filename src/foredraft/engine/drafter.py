@@ -8,7 +8,7 @@ from collections.abc import Sequence as Seq
 from torch import Tensor
 
 from foredraft.engine.pool import BLOCK, BlockPool
-from foredraft.engine.protocols import Controller, Proposer, Resting, Sourced, StepTimes
+from foredraft.engine.protocols import Controller, Keeping, Proposer, Resting, Sourced, StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.types import NO_DRAFT, Draft, StepOutput, Verdict
@@ -51,8 +51,7 @@ class Drafter:
                     if budget:  # if there is room
                         pool.grow(seq.table, len(seq.tokens) + budget + self.proposer.needs.spare_slots)
             drafts |= self._propose(drafting, budgets)
-            for seq, budget in zip(drafting, budgets, strict=True):
-                assert len(drafts[seq]) <= budget
+            for seq in drafting:
                 pool.shrink(seq.table, len(seq.tokens) + len(drafts[seq]))
         return list(drafts.values())
 
@@ -71,7 +70,11 @@ class Drafter:
         """Ask for all drafts at once; if that fails, one by one, to find out whose fault it is."""
         assert self.proposer is not None
         try:
-            return dict(zip(seqs, self.proposer.propose(seqs, budgets), strict=True))
+            found = dict(zip(seqs, self.proposer.propose(seqs, budgets), strict=True))
+            for draft, budget in zip(found.values(), budgets, strict=True):
+                if len(draft) > budget:
+                    raise ValueError(f"a draft has {len(draft)} nodes, and the budget was {budget}")
+            return found
         except Exception as error:
             if len(seqs) == 1:
                 self._switch_off(seqs[0], error)
@@ -106,6 +109,7 @@ class Drafter:
         self._off.discard(request_id)
         if self.controller is not None:
             self._forget(request_id)
+        if isinstance(self.controller, Keeping):
             self.controller.forget(request_id)
 
     def _forget(self, request_id: str) -> None:

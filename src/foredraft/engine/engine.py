@@ -48,11 +48,12 @@ class Engine:
         target: Target,
         proposer: Proposer | None = None,
         *,
-        config: EngineConfig,
+        config: EngineConfig | None = None,
         controller: Controller | None = None,
         make_sink: SinkMaker | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        config = config or EngineConfig(max_len=min(EngineConfig().max_len, target.max_len))
         if config.max_len > target.max_len:
             raise ConfigError(
                 f"max_len={config.max_len} exceeds the model's context: use {target.max_len} or less"
@@ -274,7 +275,7 @@ def _output(
         logprobs=logprobs,
         text=seq.sink.take(final=final) if seq.sink is not None else "",
         finish_reason=emission.finish_reason,
-        stats=seq.stats,
+        stats=seq.stats.copy(),
         parents=parents,
         path=path,
     )

@@ -105,6 +105,11 @@ class Controller(Protocol):
     def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
         """Learn what a step gave and took."""
 
+
+@runtime_checkable
+class Keeping(Protocol):
+    """A controller that keeps something for each request."""
+
     def forget(self, request_id: str) -> None:
         """Drop what was kept for a request."""
 
