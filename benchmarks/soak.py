@@ -196,7 +196,7 @@ async def drive(url: str, process: psutil.Process, clients: int, seconds: float,
         said = (await http.get("/metrics")).text
     print(file=sys.stderr)
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-        found = re.search(rf"^foredraft:{gauge} (\S+)", said, re.M)
+        found = re.search(rf"^foredraft:{gauge}\{{.*\}} (\S+)", said, re.M)
         if found is None or float(found[1]) != 0:
             tally.wrong.append(f"left behind: {gauge} {found[1] if found else 'missing'}")
 

@@ -70,6 +70,42 @@ def test_chunks_make_the_whole_answer(server: Any) -> None:
     assert not chunks[-1].choices
     assert len({chunk.id for chunk in chunks}) == 1
 
+    assert [chunk.usage for chunk in chunks[:-1]] == [None] * len(deltas)
+    assert all("usage" in chunk.model_fields_set for chunk in chunks)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        {"messages": MESSAGES},
+        {"messages": MESSAGES, "n": 3, "temperature": 1, "seed": 7},
+        {"messages": MESSAGES, "tools": [TOOL], "tool_choice": "required", "seed": 1, "max_tokens": 600},
+        {"prompt": "the cat"},
+        {"prompt": ["the cat sat on the mat, the cat", "END end."], "stream_options": {}},
+    ],
+)
+def test_the_last_chunk_of_a_choice_has_the_figures(server: Any, ask: Any) -> None:
+    create = (server.openai.chat.completions if "messages" in ask else server.openai.completions).create
+    chunks = list(create(stream=True, **GREEDY | ask))
+    whole = create(**{name: value for name, value in (GREEDY | ask).items() if name != "stream_options"})
+    assert all(len(chunk.choices) == 1 for chunk in chunks)
+    assert sum(chunk.choices[0].finish_reason is not None for chunk in chunks) == len(whole.choices)
+    assert chunks[-1].choices[0].finish_reason
+    assert chunks[-1].usage == whole.usage
+    counts = ("steps", "drafted", "levels", "accepted", "emitted", "accepted_at")
+    told, expected = chunks[-1].metrics["foredraft"], whole.metrics["foredraft"]
+    assert [told[name] for name in counts] == [expected[name] for name in counts]
+    assert chunks[-1].metrics["speculative_decoding"] == whole.metrics["speculative_decoding"]
+    for chunk in chunks[:-1]:
+        assert not {"usage", "metrics"} & chunk.model_fields_set
+
+
+def test_a_stream_may_be_without_figures(server: Any) -> None:
+    chunks = server.openai.chat.completions.create(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": False}, **GREEDY
+    )
+    assert not any({"usage", "metrics"} & chunk.model_fields_set for chunk in chunks)
+
 
 def test_text_chunks_make_the_whole_answer(server: Any) -> None:
     whole = server.openai.completions.create(prompt="the cat", **GREEDY)

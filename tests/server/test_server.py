@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,12 +18,14 @@ import httpx2
 import pytest
 
 from foredraft.errors import ConfigError
+from foredraft.measure.acceptance import from_counters, parse_metrics
 from foredraft.server.config import ServeConfig, read_keys
 from foredraft.server.service import Service
 
 MESSAGES = [{"role": "user", "content": "the cat"}]
 LONG: Any = {"messages": MESSAGES, "temperature": 0, "max_tokens": 1500, "logit_bias": {"1": -100}}
 CHAT = "/v1/chat/completions"
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana-dashboard.json"
 
 
 def test_figures_of_one_answer_agree(server: Any) -> None:
@@ -231,32 +234,56 @@ def test_a_slow_reader_holds_nobody_up(server: Any) -> None:
     assert text.endswith("data: [DONE]\n\n")
 
 
-def test_metrics(server: Any) -> None:
-    def read() -> dict[str, float]:
-        lines = server.http.get("/metrics").text.splitlines()
-        return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+SERVED = 'engine="0",model_name="tiny"'
 
-    before, answer = read(), server.chat(max_tokens=40).json()
+
+def test_metrics(server: Any) -> None:
+    def read() -> tuple[str, dict[str, float]]:
+        text = server.http.get("/metrics").text
+        lines = [line for line in text.splitlines() if line[0] != "#"]
+        return text, {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+    (page_before, before), answer = read(), server.chat(max_tokens=40).json()
     assert server.idle()
-    after = read()
+    page_after, after = read()
     own = answer["metrics"]["foredraft"]
 
-    def grown(name: str) -> float:
-        return after[f"foredraft:{name}"] - before.get(f"foredraft:{name}", 0.0)
+    def grown(name: str, labels: str = f"{{{SERVED}}}") -> float:
+        return after[f"foredraft:{name}{labels}"] - before[f"foredraft:{name}{labels}"]
 
     assert grown("generation_tokens_total") == own["emitted"]
     assert grown("prompt_tokens_total") == answer["usage"]["prompt_tokens"]
     assert grown("spec_decode_num_draft_tokens_total") == own["drafted"]
+    assert grown("spec_decode_num_draft_levels_total") == own["levels"]
     assert grown("spec_decode_num_accepted_tokens_total") == own["accepted"]
-    for position, count in enumerate(own["accepted_at"]):
-        assert grown(f'spec_decode_num_accepted_tokens_per_pos_total{{position="{position}"}}') == count
+    for position, count in enumerate([*own["accepted_at"], *[0] * 8][:8]):
+        labels = f'{{{SERVED},position="{position}"}}'
+        assert grown("spec_decode_num_accepted_tokens_per_pos_total", labels) == count
     assert (
         grown("spec_decode_num_drafts_total") == answer["metrics"]["speculative_decoding"]["num_spec_steps"]
     )
     assert grown("time_to_first_token_seconds_count") == grown("e2e_request_latency_seconds_count") == 1
-    assert grown("draft_nodes_count") == own["steps"]
-    assert grown('engine_seconds_total{part="target"}') > 0
-    assert after["foredraft:num_requests_running"] == after["foredraft:kv_cache_usage_perc"] == 0
+    assert grown("draft_nodes_count", "") == own["steps"]
+    assert grown("engine_seconds_total", '{part="target"}') > 0
+    reason = answer["choices"][0]["finish_reason"]
+    assert after[
+        f'foredraft:request_success_total{{engine="0",finished_reason="{reason}",model_name="tiny"}}'
+    ]
+    for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert after[f"foredraft:{gauge}{{{SERVED}}}"] == 0
+    told = from_counters(parse_metrics(page_before), parse_metrics(page_after), emitted=None)
+    assert told is not None
+    assert (told.drafted, told.levels, told.accepted) == (own["drafted"], own["levels"], own["accepted"])
+    assert (told.emitted, list(told.accepted_at)) == (own["emitted"], own["accepted_at"])
+
+
+def test_the_dashboard_asks_for_what_there_is(server: Any) -> None:
+    asked = set(re.findall(r"foredraft:\w+", DASHBOARD.read_text()))
+    there = {
+        f"foredraft:{name}"
+        for name in re.findall(r"^# TYPE foredraft:(\w+)", server.http.get("/metrics").text, re.M)
+    }
+    assert {name for name in asked if re.sub("_(bucket|sum|count)$", "", name) not in there} == set()
 
 
 def test_a_failed_step_fails_only_what_ran(
@@ -336,6 +363,8 @@ def test_shutdown_finishes_streams_or_ends_them_cleanly(
 def test_other_origins_are_off_unless_named(server: Any, serve: Callable[..., Any]) -> None:
     ask = {"origin": "https://a.example", "access-control-request-method": "POST"}
     assert "access-control-allow-origin" not in server.http.options(CHAT, headers=ask).headers
-    with serve(cors_origins=("https://a.example",)) as open_one:
-        headers = open_one.http.options(CHAT, headers=ask).headers
-        assert headers["access-control-allow-origin"] == "https://a.example"
+    with serve(cors_origins=("https://a.example",), api_keys=("key",)) as open_one:
+        refused = open_one.http.post(CHAT, json={}, headers={"origin": "https://a.example"})
+        assert refused.status_code == 401
+        for answer in (open_one.http.options(CHAT, headers=ask), refused):
+            assert answer.headers["access-control-allow-origin"] == "https://a.example"

@@ -79,6 +79,9 @@ def from_counters(before: Counters, after: Counters, emitted: int | None) -> Acc
         if emitted is None:
             return None
         depths = sorted(int(key.split(".")[1]) for key in grown if key.startswith("accepted_at."))
+        reached = [grown[f"accepted_at.{depth}"] for depth in depths]
+        while "levels" in grown and reached and not reached[-1]:  # ours are there before they are reached
+            reached.pop()
         rate = "accepted / levels" if "levels" in grown else "accepted / drafted (a chain)"
         return Acceptance(
             source=f"counters of /metrics; accept_rate = {rate}, steps = tokens - accepted",
@@ -87,7 +90,7 @@ def from_counters(before: Counters, after: Counters, emitted: int | None) -> Acc
             levels=grown.get("levels", grown["drafted"]),
             accepted=grown["accepted"],
             emitted=emitted,
-            accepted_at=tuple(grown[f"accepted_at.{depth}"] for depth in depths),
+            accepted_at=tuple(reached),
         )
     if emitted is not None and after.get("gauge.mean_emitted", 0.0) >= 1.0:
         return _from_means(after["gauge.mean_emitted"], after.get("gauge.accept_rate", 0.0), emitted)

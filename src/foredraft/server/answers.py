@@ -164,6 +164,11 @@ def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:
     }
 
 
+def closing(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Return what stands beside the choices of a finished answer."""
+    return {"usage": usage(prompt_tokens, choices), "metrics": metrics(choices)}
+
+
 def metrics(choices: Sequence[Choice]) -> dict[str, Any]:
     """Return what drafting did, under vLLM's names and meanings, and under our own."""
     total, steps, histogram = SpecStats(), 0, list[int]()

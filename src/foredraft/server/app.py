@@ -67,16 +67,18 @@ def create_app(service: Service, *, draft: str = "none") -> ASGIApp:
     app = FastAPI(
         title="foredraft", version=foredraft.__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    if config.cors_origins:
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=config.cors_origins,
-            allow_methods=["GET", "POST"],
-            allow_headers=["authorization", "content-type"],
-        )
     _handle_errors(app)
     _add_routes(app, service, draft)
-    return Gate(app, config, service.metrics)
+    gate = Gate(app, config, service.metrics)
+    if not config.cors_origins:
+        return gate
+    # Around everything, so that a browser may read what the gate refuses, too.
+    return CORSMiddleware(
+        gate,
+        allow_origins=config.cors_origins,
+        allow_methods=["GET", "POST"],
+        allow_headers=["authorization", "content-type"],
+    )
 
 
 def _handle_errors(app: FastAPI) -> None:

@@ -40,9 +40,11 @@ class Foredraft(Body):
 
 
 class StreamOptions(Body):
-    """include_usage: a last chunk without choices tells the usage."""
+    """include_usage: true, a chunk without choices tells usage and metrics at the end; false, none does; not
+    given, the last chunk with a choice does.
+    """
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class Sampling(Body):

@@ -220,8 +220,7 @@ class Service:
                 "object": kind,
                 **running.head,
                 "choices": [choice.whole() for choice in running.choices],
-                "usage": answers.usage(prepared.prompt_tokens, running.choices),
-                "metrics": answers.metrics(running.choices),
+                **answers.closing(prepared.prompt_tokens, running.choices),
             }
         )
 
@@ -234,8 +233,8 @@ class Service:
     ) -> Callable[[Emit], Coroutine[Any, Any, None]]:
         chat = isinstance(body, ChatRequest)
         kind = "chat.completion.chunk" if chat else "text_completion"
-        asked_usage = body.stream_options is not None and body.stream_options.include_usage
-        extra: dict[str, Any] = {"usage": None} if asked_usage else {}
+        asked_usage = body.stream_options.include_usage if body.stream_options is not None else None
+        unfinished: dict[str, Any] = {"usage": None} if asked_usage else {}
 
         async def write(emit: Emit) -> None:
             def start(running: Running) -> None:
@@ -249,15 +248,16 @@ class Service:
                     chunk["delta"] = {"role": "assistant", **chunk["delta"]}
                     choice.begun = True
                 traced = {"foredraft": choice.live()} if body.foredraft.trace else {}
-                await emit({"object": kind, **running.head, "choices": [chunk], **extra, **traced})
+                closing = unfinished
+                # No further chunk, unless asked for: many clients take every chunk to have a choice.
+                if asked_usage is None and all(each.finish for each in running.choices):
+                    closing = answers.closing(prepared.prompt_tokens, running.choices)
+                await emit({"object": kind, **running.head, "choices": [chunk], **closing, **traced})
 
             running = await self._run(request, body, prepared, start, take)
             if asked_usage:
-                tail = {
-                    "usage": answers.usage(prepared.prompt_tokens, running.choices),
-                    "metrics": answers.metrics(running.choices),
-                }
-                await emit({"object": kind, **running.head, "choices": [], **tail})
+                closing = answers.closing(prepared.prompt_tokens, running.choices)
+                await emit({"object": kind, **running.head, "choices": [], **closing})
 
         return write
 

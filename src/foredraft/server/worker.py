@@ -7,7 +7,6 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from foredraft.engine import Engine
 from foredraft.errors import CapacityError, ConfigError
@@ -136,7 +135,7 @@ class Worker:
             if ticket is not None:  # else it was cancelled
                 if output.finish_reason is not None:
                     del self._tickets[output.request_id]
-                _post(ticket.loop, _putter(ticket, _copy(output)))
+                _post(ticket.loop, _putter(ticket, output))
 
     def _fail(self, failure: EngineFailed) -> None:
         self.failure = str(failure)
@@ -145,12 +144,6 @@ class Worker:
         for request_id in self._tickets:
             self._engine.cancel(request_id)
         self._tickets.clear()
-
-
-def _copy(output: StepOutput) -> StepOutput:
-    """Part an output from the engine's running record, which the next step changes."""
-    stats = replace(output.stats, accepted_at=list(output.stats.accepted_at))
-    return replace(output, stats=stats)
 
 
 def _putter(ticket: Ticket, item: StepOutput | EngineFailed) -> Callable[[], None]:
