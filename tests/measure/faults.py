@@ -144,7 +144,7 @@ def _zeros(*args: Any) -> Any:
 
 decide_matched, decide_greedy = decide.verify_matched, decide.verify_greedy
 right_cut, right_logprobs = engine.cut, engine.emitted_logprobs
-_NO_HISTORY: Callable[[Any], bool] = lambda params: False  # noqa: E731
+_NO_HISTORY: Callable[[Any, int], bool] = lambda params, emitted: False  # noqa: E731
 FAULTS: dict[str, Sequence[tuple[Any, str, Any]]] = {
     "three in a hundred": [(decide, "verify_matched", biased(0.03))],
     "half": [(decide, "verify_matched", biased(0.5))],

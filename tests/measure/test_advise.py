@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,18 @@ from serving import command
 from foredraft.control import FixedBudget
 from foredraft.engine.drafter import Drafter
 from foredraft.errors import ConfigError
-from foredraft.measure.advise import Traffic, break_even, predict
+from foredraft.llm import LLM
+from foredraft.measure.advise import Traffic, predict
 from foredraft.measure.costs import DraftCosts, LoadCosts
-from foredraft.measure.from_record import estimates
+from foredraft.measure.engine_arm import open_bench
+from foredraft.measure.from_record import estimates, reasons
+from foredraft.measure.methods import method_of
+from foredraft.measure.reasons import break_even
 from foredraft.measure.recipes import recipes
 from foredraft.measure.records import Acceptance, ArmInfo, Header, Record, Result
 from foredraft.measure.replay import Known, replay, sources_of
 from foredraft.measure.simulate import simulate
+from foredraft.measure.workload import Ask, parse_loads
 from foredraft.types import SamplingParams
 from tiny_tokenizers import build_chat_model
 
@@ -68,6 +74,7 @@ def test_predictions_are_near_measurements(kind: str) -> None:
 
 def test_break_even_is_where_the_line_meets_one() -> None:
     assert break_even([(1, 1.5), (4, 1.2), (16, 0.8)]) == pytest.approx(10)
+    assert break_even([(16, 0.8), (1, 1.5), (4, 1.2)]) == pytest.approx(10)
     assert break_even([(1, 0.9)]) == 1
     assert break_even([(1, 1.5), (4, 1.2)]) is None
 
@@ -90,17 +97,23 @@ def test_recipes_are_what_engines_take() -> None:
     assert recipes("ngram", 0) == ["leave drafting off: foredraft serve --draft none"]
 
 
-def record(speedups: dict[str, float], drafted: int = 40, levels: int = 40) -> Record:
+def record(
+    speedups: dict[str, float],
+    drafted: int = 40,
+    levels: int = 40,
+    accepted_at: tuple[int, ...] = (9, 7, 4, 1),
+    command: str = "c",
+) -> Record:
     """A server that drafts 4 a step, half of it accepted, and is so much faster at each load."""
     arms = tuple(ArmInfo(name, "server", "m", "", "", "usage") for name in ("base", "fast"))
-    header = Header("c", "t", {}, {}, arms, tuple(speedups), 1, 0, 31)
+    header = Header(command, "t", {}, {}, arms, tuple(speedups), 1, 0, 31)
     results = []
     for load, speedup in speedups.items():
-        told = Acceptance("counters", 10, drafted, levels, 21, 31, (9, 7, 4, 1))
-        base, fast = (Result("a", "all", arm, load, 0, 0.0, 3.1, 0.1, 31) for arm in ("base", "fast"))
-        part = Result("a", "all", "fast", load, 0, 0.0, 0.1 + 3 / speedup, 0.1, 31, acceptance=told)
-        results += [base, part]
-        assert fast.id == part.id
+        emitted = 10 + sum(accepted_at)
+        told = Acceptance("counters", 10, drafted, levels, sum(accepted_at), emitted, accepted_at)
+        times = {"base": 3.1, "fast": 0.1 + 3 / speedup}
+        base, fast = (Result("a", "all", arm, load, 0, 0.0, s, 0.1, emitted) for arm, s in times.items())
+        results += [base, replace(fast, acceptance=told)]
     return Record(header, results)
 
 
@@ -122,6 +135,31 @@ def test_of_trees_and_of_drafts_now_and_then_only_what_was_measured_is_told(
     (one,) = estimates(record({"1": 2.0}, drafted, levels))
     assert one.best_budget is None
     assert one.best_speedup == pytest.approx(2.0)
+
+
+def test_a_record_gives_the_reasons_that_it_tells() -> None:
+    def told(one: Record) -> list[str]:
+        return reasons(one, estimates(one))
+
+    assert told(record({"1": 2.0, "4": 1.2})) == []
+    assert told(record({"4": 0.8, "1": 2.0})) == [
+        "fast: pays below about 3 requests at once: leave it off above"
+    ]
+    bad = record({"1": 0.9}, accepted_at=(4, 2, 1, 0), command="foredraft measure --temperature=1.5 --load 1")
+    assert told(bad) == [
+        "fast: at most 18% accepted, under 40%, a bad draft for this: take another, or train one on such "
+        "requests",
+        "fast: does not pay at load 1 (0.90x): leave it off",
+        "half of the answers have less than 24 tokens (median 17), and drafting speeds up no prompts: begin "
+        "with these (prefix cache)",
+        "temperature 1.5, over 1.2, is hot, and more guesses are rejected than greedily: lower it, or "
+        "measure small budgets at it",
+    ]
+    good = {"accepted_at": (10, 9, 9, 9)}
+    start = "fast: up to 92% accepted, over 70%, a good draft for this: "
+    assert told(record({"1": 2.0}, **good)) == [start + "draft 4 a step at load 1, and try more"]
+    trees = record({"1": 2.0, "0.5/s": 0.8}, drafted=80, **good)
+    assert told(trees) == [start + "try larger budgets while few requests run"]
 
 
 @pytest.fixture(scope="module")
@@ -146,9 +184,20 @@ def test_engines_from_end_to_end(model: Path, tmp_path: Path, capsys: Any) -> No
     certificates = json.loads(capsys.readouterr().out)["certificates"]
     assert [one["passed"] for one in certificates] == [True, True]
     assert command("advise", *common, *loads, "--draft", "ngram", "--measured", str(out)) == 0
-    assert "foredraft serve" in capsys.readouterr().out
+    shown = capsys.readouterr()
+    assert "foredraft serve" in shown.out
+    assert "- half of the answers have less than 24 tokens (median 12)" in shown.out
     assert command("advise", "--record", str(out)) == 0
     assert "a step" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("draft", ["{}", "{}+suffix", "ngram+{}"])
+def test_a_model_takes_memory_beside_a_lookup_too(draft: str, model: Path) -> None:
+    llm = LLM(model, dtype="float32", prefix_cache=False)
+    bench = open_bench(llm, [Ask("a", "all", {"prompt": "the cat", "max_tokens": 4}, "")], parse_loads("1"))
+    method = method_of(bench, draft.format(model))
+    assert method.bytes == (model / "model.safetensors").stat().st_size
+    assert method.kv_bytes == 3 * 2 * (8 + 8) * 4  # layers, heads, key and value, bytes of a float32
 
 
 @pytest.mark.parametrize(

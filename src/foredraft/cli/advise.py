@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.arms import Answering, Asked, need_extra
+from foredraft.cli.measure import INTERRUPTED, run_arms
 from foredraft.cli.options import takes_options
 from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
@@ -30,30 +31,55 @@ def advise(
         list[Path] | None, typer.Option(help="Show what measure wrote beside the predictions.")
     ] = None,
     load: Annotated[str, typer.Option(help="Requests at once, several loads as 1,4,16.")] = "1,4,16",
+    out: Annotated[
+        Path | None, typer.Option(help="Where the raw records of servers go (JSONL); else none are kept.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the advice as one JSON object.")] = False,
 ) -> None:
     """Predict which draft pays, with which budget, up to which load.
 
     The target answers the requests once; each draft is replayed against these answers, passes are timed, and
-    both together give the speed-up. Or from a measurement alone, of any server.
+    both together give the speed-up. Servers are measured, as measure does. A record needs neither.
 
     [bold]Examples[/bold]
 
     foredraft advise --requests requests.jsonl --draft ngram,suffix --load 1,4,16
+
+    foredraft advise --baseline http://localhost:8000 --variant eagle=http://localhost:8001 --load 1,8
 
     foredraft advise --record measure.jsonl
     """
     need_extra()
     from foredraft.measure.records import read_record
 
+    if measured and (record or answering.servers):
+        raise ConfigError(
+            "--measured stands beside predictions: leave out --record, --baseline and --variant"
+        )
+    if out is not None and (record or not answering.servers):
+        raise ConfigError("--out keeps what servers were measured at: name --baseline and --variant")
     if record:
         _from_record(read_record(record), as_json)
         return
     if answering.servers:
-        raise ConfigError("a server cannot be replayed: measure it, then use advise --record measure.jsonl")
+        found, whole = _of_servers(asked, answering, load, out)
+        _from_record(found, as_json)
+        raise typer.Exit(0 if whole else INTERRUPTED)
     beside = read_record(measured) if measured else None
     advice = _predicted(asked, answering, load)
     _show(advice, beside, as_json)
+
+
+def _of_servers(asked: Asked, answering: Answering, load: str, out: Path | None) -> tuple[Record, bool]:
+    """Measure servers; return the record, and whether it is whole."""
+    from foredraft.measure.workload import parse_loads
+
+    if bool(answering.baseline) + len(answering.variant) < 2:
+        raise ConfigError("there is nothing to compare: name a baseline and a variant")
+    asks = asked.load_asks()
+    loads = parse_loads(load)
+    with answering.arms(asks, loads) as arms:
+        return run_arms(arms, asks, loads, out, asked.seed)
 
 
 def _predicted(asked: Asked, answering: Answering, load: str) -> Advice:
@@ -115,8 +141,8 @@ def _rows(advice: Advice, beside: Record | None) -> list[dict[str, Any]]:
 
 
 def _verdicts(advice: Advice) -> list[str]:
-    """The best of each load, what speaks against it, and configuration for the first load."""
-    from foredraft.measure.advise import WORTH
+    """The best of each load, what speaks for and against it, and configuration for the first load."""
+    from foredraft.measure.reasons import WORTH
     from foredraft.measure.recipes import recipes
 
     lines = []
@@ -136,13 +162,17 @@ def _verdicts(advice: Advice) -> list[str]:
 
 
 def _from_record(record: Record, as_json: bool) -> None:
-    from foredraft.measure.advise import LOW, WORTH, break_even
-    from foredraft.measure.from_record import estimates
+    from foredraft.measure.from_record import estimates, reasons
+    from foredraft.measure.reasons import break_even
     from foredraft.measure.recipes import recipes
+    from foredraft.measure.run import refusals
 
+    for line in refusals(record):
+        note(line)
     found = estimates(record)
+    why = reasons(record, found)
     if as_json:
-        print_json({"estimates": [asdict(one) for one in found]})
+        print_json({"estimates": [asdict(one) for one in found], "reasons": why})
         return
     for one in found:
         what = f"budget {one.best_budget} would give {one.best_speedup:.2f}x between the prompt and the end"
@@ -151,18 +181,16 @@ def _from_record(record: Record, as_json: bool) -> None:
                 f"{one.best_speedup:.2f}x between the prompt and the end; it drafted trees, or more at some "
                 "steps than at others, so the record does not tell what other budgets would give"
             )
-        elif one.best_speedup < WORTH:
+        elif not one.best_budget:
             what = "no budget pays"
         print(
             f"Load {one.load}: {one.arm} drafted {one.drafted:.1f} a step, {one.accept_rate:.0%} accepted, "
             f"each node costing {one.node_cost:.3f} of a step: {one.measured:.2f}x measured; {what}."
         )
-        if one.accept_rate < LOW:
-            note(f"{one.arm}: under {LOW:.0%} accepted: a poor draft for this")
+    for reason in why:
+        print(f"- {reason}")
     for arm in dict.fromkeys(one.arm for one in found):
         mine = [one for one in found if one.arm == arm and one.load.isdecimal()]
         even = break_even([(int(one.load), one.measured) for one in mine])
-        if even is not None:
-            print(f"{arm}: pays below about {even:.0f} requests at once.")
         if mine and mine[0].best_budget is not None:
             print("\n".join(recipes(arm, mine[0].best_budget, int(even) if even and even > 1 else None)))

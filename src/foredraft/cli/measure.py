@@ -54,15 +54,17 @@ def measure(
     asks = asked.load_asks()
     loads = parse_loads("" if rate and load == "1,4,16" else load, rate)
     with answering.arms(asks, loads) as arms:
-        record, whole = _run(arms, asks, loads, out, asked.seed)
+        record, whole = run_arms(arms, asks, loads, out, asked.seed)
     show(record, report=report, by_category=by_category, as_json=as_json)
     raise typer.Exit(0 if whole else INTERRUPTED)
 
 
-def _run(
-    arms: Sequence[Arm], asks: Sequence[Ask], loads: Sequence[Load], out: Path, seed: int
+def run_arms(
+    arms: Sequence[Arm], asks: Sequence[Ask], loads: Sequence[Load], out: Path | None, seed: int
 ) -> tuple[Record, bool]:
-    """Return the record, and whether it is whole: an interrupt keeps what there is."""
+    """Measure; return the record, also written to `out` if given, and whether it is whole: an interrupt keeps
+    what there is.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

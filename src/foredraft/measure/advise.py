@@ -5,27 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import median
 
 from foredraft.control import FixedBudget
 from foredraft.engine.protocols import Controller, Proposer, Target
 from foredraft.measure.costs import BUDGETS, Drafting, LoadCosts, measure_load
+from foredraft.measure.reasons import WORTH, AtLoad, break_even, of_draft, of_memory, of_requests
 from foredraft.measure.replay import Known, Profile, replay, sources_of
 from foredraft.measure.simulate import simulate
 
-LOOKUPS = ("ngram", "suffix", "suffix-shared")
-LOW, GOOD = 0.4, 0.7  # accept rates below and above which a draft is bad and good
-_SHORT = 24  # tokens: answers in which there is little to gain
-_HOT = 1.2
-_UNSURE = -1.5  # nats: mean log-probability of answers that nothing predicts
-WORTH = 1.03  # a gain below this is not worth switching anything on
 _SPARE = 600  # positions of a draft's cache beyond the longest text, as a replay's own cache has
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
     """A way to draft: `make` returns a fresh proposer whose cache serves so many tokens, `controller` what
-    chooses its budgets under "auto", up to `longest`. bytes: of its weights.
+    chooses its budgets under "auto", up to `longest`. bytes: of its weights; kv_bytes: of its cache, for each
+    token.
     """
 
     name: str
@@ -33,6 +28,7 @@ class Method:
     controller: Callable[[], Controller]
     longest: int
     bytes: int = 0
+    kv_bytes: int = 0
 
     @property
     def budgets(self) -> tuple[int, ...]:
@@ -63,7 +59,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Predictions, costs, the best of each load and what speaks against drafting."""
+    """Predictions, costs, and what speaks for and against drafting."""
 
     predictions: tuple[Prediction, ...]
     costs: tuple[LoadCosts, ...]
@@ -90,18 +86,6 @@ class Advice:
     def auto(self, method: str, load: int) -> Prediction:
         """Return the prediction of a method with the controller's budgets at a load."""
         return next(p for p in self.predictions if (p.method, p.load, p.budget) == (method, load, None))
-
-
-def break_even(points: Sequence[tuple[float, float]]) -> float | None:
-    """Return where speed-ups by load fall to 1, in a line between loads; None if they do not."""
-    last: tuple[float, float] | None = None
-    for load, speedup in points:
-        if speedup <= 1:
-            if last is None:
-                return load
-            return last[0] + (load - last[0]) * (last[1] - 1) / (last[1] - speedup)
-        last = (load, speedup)
-    return None
 
 
 def predict(
@@ -141,34 +125,21 @@ def predict(
 def _reasons(
     predictions: Sequence[Prediction], methods: Sequence[Method], traffic: Traffic, loads: Sequence[int]
 ) -> list[str]:
-    """Return what speaks against drafting, with the numbers."""
+    """Return what speaks for and against drafting."""
     found = []
     for method in methods:
         mine = [p for p in predictions if p.method == method.name]
-        rate = max(p.accept_rate for p in mine)
-        if rate < LOW:
-            found.append(
-                f"{method.name}: at most {rate:.0%} accepted, under {LOW:.0%}: a poor draft for this"
-            )
-        elif rate > GOOD:
-            found.append(f"{method.name}: up to {rate:.0%} accepted, over {GOOD:.0%}: a good draft for this")
-        even = break_even([(load, max(p.speedup for p in mine if p.load == load)) for load in sorted(loads)])
-        if even is not None:
-            found.append(
-                f"{method.name}: a server with {even:.0f} requests at once or more is too busy for it"
-            )
+        found += of_draft(method.name, [_at_load(mine, load) for load in sorted(loads)])
         if method.bytes:
-            found.append(
-                f"{method.name}: takes {method.bytes / 1e6:.0f} MB for weights, and a KV cache of its own"
-            )
-    if median(len(one.answer) for one in traffic.known) < _SHORT:
-        found.append(f"half of the answers are shorter than {_SHORT} tokens: most time goes to the prompt")
-    if traffic.temperature > _HOT:
-        found.append(
-            f"temperature {traffic.temperature:g} is hot: guesses are rejected more often than replayed"
-        )
-    if traffic.logprob < _UNSURE:
-        found.append(
-            f"the text is hard to predict: its tokens have a mean log-probability of {traffic.logprob:.2f}"
-        )
-    return found
+            longest = max(len(one.prompt) + len(one.answer) for one in traffic.known)
+            found.append(of_memory(method.name, method.bytes, method.kv_bytes, longest, sorted(loads)))
+    lengths = [len(one.answer) for one in traffic.known]
+    return [*found, *of_requests(lengths, traffic.temperature, traffic.logprob)]
+
+
+def _at_load(predictions: Sequence[Prediction], load: int) -> AtLoad:
+    """Return what was predicted of a method's fixed budgets at a load."""
+    mine = [p for p in predictions if p.load == load]
+    best = max((p for p in mine if p.budget), key=lambda p: p.speedup)
+    budget = best.budget if best.speedup >= WORTH else 0
+    return AtLoad(str(load), max(p.accept_rate for p in mine), best.speedup, budget)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from foredraft.errors import ConfigError
+from foredraft.measure.reasons import WORTH, AtLoad, of_draft, of_requests
 from foredraft.measure.records import Record
 from foredraft.measure.stats import Figures, figures
 
@@ -44,9 +47,30 @@ def estimates(record: Record) -> list[Estimate]:
                 found += [estimate] if estimate is not None else []
     if not found:
         raise ConfigError(
-            "the record has no variant that tells its acceptance: nothing can be advised from it"
+            "the record has no variant that drafted and told its acceptance, with answers or at /metrics: "
+            "nothing can be advised from it"
         )
     return found
+
+
+def reasons(record: Record, found: Sequence[Estimate]) -> list[str]:
+    """Return what speaks for and against drafting, as far as a record and its estimates tell."""
+    lines = []
+    for arm in dict.fromkeys(one.arm for one in found):
+        lines += of_draft(arm, [_at_load(one) for one in found if one.arm == arm])
+    lengths = [r.emitted for r in record.results if r.arm == record.arms[0] and r.error is None]
+    return [*lines, *of_requests(lengths, _temperature(record.header.command))]
+
+
+def _at_load(one: Estimate) -> AtLoad:
+    deepest = one.best_budget is not None and one.best_budget >= one.drafted
+    return AtLoad(one.load, one.accept_rate, one.measured, one.best_budget, deepest)
+
+
+def _temperature(command: str) -> float:
+    """Return what the command that measured asked for; what requests say themselves is in no record."""
+    found = re.findall(r"--temperature[ =](\d*\.?\d+)", command)
+    return float(found[-1]) if found else 0.0
 
 
 def _estimate(base: Figures, mine: Figures) -> Estimate | None:
@@ -65,13 +89,13 @@ def _estimate(base: Figures, mine: Figures) -> Estimate | None:
 
 
 def _best(reached: list[float], node_cost: float) -> tuple[int, float]:
-    """Return the budget with the highest speed-up, 0 if none helps, and that speed-up."""
+    """Return the budget with the highest speed-up, 0 if none is worth it, and that speed-up."""
     tokens, best, speed = 1.0, 0, 1.0
     for budget, share in enumerate(reached, 1):
         tokens += share
         if tokens / (1 + budget * node_cost) > speed:
             best, speed = budget, tokens / (1 + budget * node_cost)
-    return best, speed
+    return (best, speed) if speed >= WORTH else (0, 1.0)
 
 
 def _geometric(rate: float, levels: int) -> list[float]:

@@ -12,7 +12,9 @@ from foredraft.measure.costs import BUDGETS
 from foredraft.measure.engine_arm import Bench, Job
 from foredraft.measure.replay import Known
 from foredraft.measure.workload import Ask
-from foredraft.propose import draft_dir, load_draft, make_drafting
+from foredraft.propose import best_draft, draft_dir, load_draft, make_drafting
+
+LOOKUPS = ("ngram", "suffix", "suffix-shared")
 
 
 def traffic_of(bench: Bench, asks: Sequence[Ask]) -> Traffic:
@@ -36,6 +38,7 @@ def traffic_of(bench: Bench, asks: Sequence[Ask]) -> Traffic:
 def method_of(bench: Bench, draft: str) -> Method:
     """Return the method of a draft; raises what loading it does."""
     target: Any = bench.target
+    draft = best_draft(target) if draft == "auto" else draft
     model = load_draft(draft, target=target, tokenizer=bench.llm.tokenizer)
 
     def make(tokens: int) -> Any:
@@ -45,8 +48,16 @@ def method_of(bench: Bench, draft: str) -> Method:
     auto: Any = make_drafting(
         draft, model, vocab_size=target.vocab_size, kv_tokens=512, target=target
     ).controller
-    size, longest = 0, BUDGETS[-1]
-    if model is not None and "+" not in draft:
-        longest = auto.source.longest
-        size = sum(file.stat().st_size for file in draft_dir(draft, target).glob("*.safetensors"))
-    return Method(draft, make, lambda: deepcopy(auto), longest, size)
+    if model is None:
+        return Method(draft, make, lambda: deepcopy(auto), BUDGETS[-1])
+    longest = BUDGETS[-1] if "+" in draft else auto.source.longest
+    return Method(
+        draft, make, lambda: deepcopy(auto), longest, _weights(draft, target), model.kv_bytes_per_token
+    )
+
+
+def _weights(draft: str, target: Any) -> int:
+    """Return the bytes of the files of a head or model, which a draft may name beside a lookup."""
+    for lookup in LOOKUPS:
+        draft = draft.removeprefix(f"{lookup}+").removesuffix(f"+{lookup}")
+    return sum(file.stat().st_size for file in draft_dir(draft, target).glob("*.safetensors"))
