@@ -39,6 +39,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "starcoder2": {"sliding_window": None},
     "granite": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {
+        "head_dim": 8,
+        "moe_intermediate_size": 16,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 GPT2_NAMES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")
 

@@ -245,6 +245,9 @@ def _sizes(
     target: HFCausal, draft: LoadedDraft | None, max_seqs: int, max_len: int | None, kv_gb: float | None
 ) -> tuple[int, int]:
     """Return the longest text and the size of the KV caches of target and draft, both in tokens."""
+    for name, value, least in (("max_len", max_len, 2), ("kv_gb", kv_gb, 0)):
+        if value is not None and not value >= least:
+            raise ConfigError(f"{name}={value} is too small: use {least} or more, or leave it out")
     memory = kv_gb * 1e9 if kv_gb is not None else _KV_SHARE * _free_bytes(target.device)
     position = target.kv_bytes_per_token + (draft.kv_bytes_per_token if draft is not None else 0)
     fit = int(memory / position)

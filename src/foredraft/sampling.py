@@ -25,9 +25,9 @@ from foredraft.types import SamplingParams, TokenLogprob
 _CHUNK = 64  # tokens that are looked at together before any of them is looked at alone
 
 
-def needs_history(params: SamplingParams) -> bool:
-    """True when the law depends on more of the text than the logits show."""
-    return params.repetition_penalty != 1 or _counts_output(params) or params.min_tokens > 0
+def needs_history(params: SamplingParams, emitted: int) -> bool:
+    """True when the law behind so many tokens depends on more of the text than the logits show."""
+    return params.repetition_penalty != 1 or _counts_output(params) or emitted < params.min_tokens
 
 
 def _counts_output(params: SamplingParams) -> bool:

@@ -376,6 +376,9 @@ class FailingProposer(RandomProposer):
         super().__init__(target)
         self.method = method
 
+    def fail(self, *_: Any) -> None:
+        raise RuntimeError("planted")
+
     def _fail(self, method: str, seqs: Any) -> None:
         if method == self.method and any(seq.request_id == "bad" and len(seq.output) > 5 for seq in seqs):
             raise RuntimeError("planted")
@@ -391,6 +394,43 @@ class FailingProposer(RandomProposer):
     def observe(self, seqs: Any, verdicts: Any, hidden: Any) -> None:
         self._fail("observe", seqs)
         super().observe(seqs, verdicts, hidden)
+
+
+class Closing(RandomProposer):
+    """Cancels requests while a step runs, as a stream does that is closed when garbage is collected."""
+
+    def propose(self, seqs: Any, budgets: Any) -> Any:
+        if any(len(seq.output) == 5 for seq in seqs):
+            for name in ("first", "second"):
+                self.engine.cancel(name)
+        return super().propose(seqs, budgets)
+
+    engine: Engine
+
+
+def test_requests_may_be_cancelled_while_a_step_runs() -> None:
+    target = ContextTarget(vocab_size=7)
+    proposer = Closing(target)
+    proposer.engine = engine = drafting(target, proposer, budget=1)
+    for first, name in enumerate(("first", "second", "third")):
+        engine.add([first, 2], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True), name)
+    found = run(engine)
+    assert [found[name][-1].finish_reason for name in ("first", "second")] == ["cancelled"] * 2
+    assert tokens(found["third"]) == plain_greedy(target, [2, 2], 20)
+
+
+def test_what_was_cancelled_is_reported_though_a_step_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = ContextTarget(vocab_size=7)
+    engine = Engine(target, config=CONFIG)
+    for name in ("request-0", None):  # a caller's own id is not given again
+        engine.add([1, 2], GREEDY, name)
+    engine.cancel("request-0")
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "forward", FailingProposer(target, "").fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.step()
+    (gone, *_) = engine.step()
+    assert (gone.request_id, gone.finish_reason) == ("request-0", "cancelled")
 
 
 class Greedy(RandomProposer):

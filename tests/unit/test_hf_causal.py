@@ -163,6 +163,27 @@ def test_models_that_cannot_run_exactly_are_refused(
         load_target(tmp_path)
 
 
+def test_a_model_that_does_not_heed_its_positions_is_refused(tmp_path: Path) -> None:
+    """BART's decoder counts positions by itself, from 0 in every pass."""
+    sizes = {
+        "d_model": 32,
+        "decoder_layers": 2,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 48,
+        "encoder_layers": 2,
+    }
+    config = transformers.AutoConfig.for_model("bart", vocab_size=97, is_encoder_decoder=False, **sizes)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="BartForCausalLM gives other logits here than by its own forward"):
+        load_target(tmp_path)
+
+
+def test_texts_end_where_angles_begin_to_depend_on_the_longest(tmp_path: Path) -> None:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 12.0]}
+    path = tiny_models.build("phi3", tmp_path, rope_parameters=rope, original_max_position_embeddings=32)
+    assert load_target(path, dtype="float32").max_len == 32
+
+
 def test_options_are_checked(tmp_path: Path) -> None:
     path = tiny_models.build("llama", tmp_path)
     with pytest.raises(ConfigError, match="dtype='int4'"):

@@ -187,6 +187,9 @@ def test_options_that_do_not_fit_are_refused(model: Path) -> None:
         LLM(model, kv_gb=1e-7)
     with pytest.raises(ConfigError, match="max_len=1000 exceeds"):
         LLM(model, max_len=1000)
+    for options in ({"max_len": 0}, {"kv_gb": float("nan")}, {"budget": 2.5}, {"budget": True}):
+        with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
+            LLM(model, "ngram", **options)
     with pytest.raises(ConfigError, match="compile=True is not supported: leave it out"):
         LLM(model, compile=True)
 

@@ -12,9 +12,10 @@ import tiny_models
 import tiny_tokenizers
 from foredraft.models import HFCausal, load_target, load_tokenizer, outline
 from foredraft.models.compiled import CompiledCausal
-from foredraft.models.fused import Rotary, trial
+from foredraft.models.fused import Rotary
 from foredraft.models.hf_causal import HFCausal as Slow
 from foredraft.models.outline import Outline
+from foredraft.models.trial import trial
 from foredraft.zoo import kept
 from tiny_models import VARIANTS, fill_vectors
 

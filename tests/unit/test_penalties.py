@@ -26,10 +26,11 @@ def test_no_penalty_returns_the_very_same_tensor() -> None:
     assert penalize(logits, SamplingParams(), [1], [[2], [3]], [0]) is logits
     assert penalize(logits, SamplingParams(min_tokens=1), [1], [[2], [3]], [0]) is logits
     assert sampling.add_bias(logits, SamplingParams()) is logits
-    assert not sampling.needs_history(SamplingParams(top_k=3, logit_bias={1: 2.0}))
+    assert not sampling.needs_history(SamplingParams(top_k=3, logit_bias={1: 2.0}), 0)
     for options in ({"repetition_penalty": 1.1}, {"presence_penalty": 0.1}, {"min_tokens": 1}):
-        assert sampling.needs_history(SamplingParams(**options))
-    assert sampling.needs_history(SamplingParams(frequency_penalty=-0.1))
+        assert sampling.needs_history(SamplingParams(**options), 0)
+    assert sampling.needs_history(SamplingParams(frequency_penalty=-0.1), 5)
+    assert not sampling.needs_history(SamplingParams(min_tokens=5), 5)
 
 
 def test_repetition_penalty_is_that_of_hugging_face() -> None:

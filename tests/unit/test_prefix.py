@@ -243,7 +243,8 @@ def fill(pool: BlockPool, owner: Owner, blocks: int, held: dict[int, bytes]) -> 
     """Take and fill the next blocks; known text makes room only when no block is empty."""
     new = blocks - owner.filled
     known, free = dict(pool._key_of), pool.free
-    empty = sum(pool._empty(block) for block in range(pool.size))
+    empty = sum(not used and block not in known for block, used in enumerate(pool._users))
+    assert empty == len(pool._empty)
     grown = pool.grow(owner.table, blocks * BLOCK)
     assert grown == (new <= free)
     assert len(known) - len(pool._key_of) == (max(0, new - empty) if grown else 0)

@@ -115,7 +115,13 @@ def test_drafts_know_their_shape() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "parents", "draw"),
-    [([1, 2], (-1,), "fixed"), ([1, 2], (-1, 1), "fixed"), ([1], (-2,), "fixed"), ([1], (-1,), "iid"), ([1], (-1,), "drawn")],
+    [
+        ([1, 2], (-1,), "fixed"),
+        ([1, 2], (-1, 1), "fixed"),
+        ([1], (-2,), "fixed"),
+        ([1], (-1,), "iid"),
+        ([1], (-1,), "drawn"),
+    ],
 )
 def test_broken_drafts_are_caught(tokens: list[int], parents: tuple[int, ...], draw: Any) -> None:
     with pytest.raises(ValueError, match=r"parents|laws|draw='drawn' is unknown"):

@@ -53,7 +53,7 @@ def _job(seq: Sequence, draft: Draft, logits: Tensor, eos_ids: frozenset[int]) -
     params = seq.params
     if seq.grammar is not None:
         logits = sampling.forbid(logits, seq.grammar.allowed(_histories([], draft)))
-    if sampling.needs_history(params):
+    if sampling.needs_history(params, len(seq.tokens) - seq.prompt_len):
         outputs = _histories(seq.output, draft)
         logits = sampling.penalize(logits, params, seq.tokens[: seq.prompt_len], outputs, eos_ids)
     rows = sampling.add_bias(logits, params) if params.greedy else sampling.to_laws(logits, params)

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -69,9 +70,10 @@ class Engine:
         )
         self._seqs: dict[str, Sequence] = {}
         self._cancelled: list[Sequence] = []
+        self._stepping, self._left = False, list[str]()  # ids cancelled while a step runs
         self._make_sink, self._clock = make_sink, clock
         self._watch = Watch(target.device, clock)
-        self._added = 0
+        self._names = (f"request-{number}" for number in count())
 
     @property
     def has_work(self) -> bool:
@@ -98,11 +100,10 @@ class Engine:
         `grammar`, this request's own, says what may be emitted.
         """
         if request_id is None:
-            request_id = f"request-{self._added}"
+            request_id = next(name for name in self._names if not self._is_taken(name))
         self._check(prompt_ids, params, request_id)
         if grammar is not None and (params.min_tokens or params.ignore_eos):
             raise ConfigError("a grammar decides where an answer ends: leave min_tokens and ignore_eos out")
-        self._added += 1
         room = min(self.config.max_len, self._kv.pool.tokens)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         seq = Sequence(
@@ -121,9 +122,12 @@ class Engine:
         return request_id
 
     def cancel(self, request_id: str) -> None:
-        """End a request and free its cache now; the next step reports it as cancelled. Unknown ids are
-        ignored.
+        """End a request and free its cache now, or as soon as the step that runs is over; the next step
+        reports it as cancelled. Unknown ids are ignored.
         """
+        if self._stepping:  # a stream that was forgotten is closed whenever garbage is collected
+            self._left.append(request_id)
+            return
         seq = self._seqs.get(request_id)
         if seq is not None:
             self._finish(seq)
@@ -132,11 +136,22 @@ class Engine:
 
     def step(self) -> list[StepOutput]:
         """Run one target pass; return what it gave each request that emitted, finished or was cancelled."""
-        outputs = self._report_cancelled()
+        self._stepping = True
+        try:
+            made = self._step()
+            ended = [_output(seq, Emission([], "", "cancelled"), None) for seq in self._cancelled]
+            self._cancelled.clear()
+        finally:
+            self._stepping = False
+            while self._left:
+                self.cancel(self._left.pop())
+        return ended + made
+
+    def _step(self) -> list[StepOutput]:
         start = self._clock()
         plan = self._scheduler.pick(self._kv)
         if not plan:
-            return outputs
+            return []
         seqs = [planned.seq for planned in plan if planned.emits]
 
         draft_start = self._clock()
@@ -170,7 +185,7 @@ class Engine:
         for seq, emission in zip(seqs, emissions, strict=True):
             if emission.finish_reason is not None:
                 self._finish(seq)
-        return outputs + made
+        return made
 
     def _check(self, prompt_ids: Seq[int], params: SamplingParams, request_id: str) -> None:
         room = min(self.config.max_len, self._kv.pool.tokens)
@@ -197,13 +212,11 @@ class Engine:
             )
         if params.stop and self._make_sink is None:
             raise ConfigError(f"stop={params.stop!r} needs a tokenizer, which this engine was not given")
-        if request_id in self._seqs or any(seq.request_id == request_id for seq in self._cancelled):
+        if self._is_taken(request_id):
             raise ConfigError(f"request_id={request_id!r} is already running: use another one")
 
-    def _report_cancelled(self) -> list[StepOutput]:
-        outputs = [_output(seq, Emission([], "", "cancelled"), None) for seq in self._cancelled]
-        self._cancelled.clear()
-        return outputs
+    def _is_taken(self, request_id: str) -> bool:
+        return request_id in self._seqs or any(seq.request_id == request_id for seq in self._cancelled)
 
     def _commit(self, plan: Seq[Planned], verdicts: Seq[Verdict], emissions: Seq[Emission]) -> None:
         """Append what was emitted; the cache keeps all of it but the last token, accepted nodes moved

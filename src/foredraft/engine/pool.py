@@ -69,6 +69,7 @@ class BlockPool:
         self._key_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._kept: dict[int, None] = {}  # unused blocks that hold known text, longest unused first
+        self._empty = set(range(blocks))  # unused blocks that hold none
         self.free = blocks
 
     @property
@@ -110,6 +111,8 @@ class BlockPool:
                 self.free += 1
                 if block in self._key_of:
                     self._kept[block] = None
+                else:
+                    self._empty.add(block)
         del table.blocks[-len(spare) :]
         table.known = min(table.known, len(table.blocks))
         table.run = all(b == a + 1 for a, b in zip(table.blocks, table.blocks[1:], strict=False))
@@ -145,6 +148,7 @@ class BlockPool:
 
     def _use(self, table: BlockTable, block: int) -> None:
         self.free -= self._users[block] == 0
+        self._empty.discard(block)
         self._users[block] += 1
         table.run = table.run and (not table.blocks or block == table.blocks[-1] + 1)
         table.blocks.append(block)
@@ -157,20 +161,18 @@ class BlockPool:
         """
         if table.blocks:
             after = table.blocks[-1] + 1
-            if after < self.size and self._empty(after):
+            if after in self._empty:
                 return after
         start, length = self._longest_run()
         if length == 0:
             return next(iter(self._kept))
         return start if start == 0 else start + length // 2
 
-    def _empty(self, block: int) -> bool:
-        return self._users[block] == 0 and block not in self._key_of
-
     def _longest_run(self) -> tuple[int, int]:
-        best, best_length, length = 0, 0, 0
-        for block in range(self.size):
-            length = length + 1 if self._empty(block) else 0
+        best, best_length, length, before = 0, 0, 0, -2
+        for block in sorted(self._empty):
+            length = length + 1 if block == before + 1 else 1
+            before = block
             if length > best_length:
                 best, best_length = block - length + 1, length
         return best, best_length

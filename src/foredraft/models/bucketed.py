@@ -17,8 +17,9 @@ from foredraft.engine.kv import KVCache
 from foredraft.engine.pool import BlockTable
 from foredraft.engine.protocols import ForwardOut
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes, Record
-from foredraft.models.fused import KINDS, FusedCausal, agree, has_fixed_angles
+from foredraft.models.fused import KINDS, FusedCausal, has_fixed_angles
 from foredraft.models.hf_causal import HFCausal
+from foredraft.models.trial import agree
 from foredraft.sampling import widen
 from foredraft.types import Draft, chain
 

@@ -15,11 +15,12 @@ from foredraft.engine.protocols import ForwardOut
 from foredraft.errors import CheckpointError
 from foredraft.models import kernels, threads
 from foredraft.models.formats.files import stored_tensors
-from foredraft.models.fused import KnownAngles, agree, can_fuse, trial
+from foredraft.models.fused import KnownAngles, can_fuse
 from foredraft.models.hf_causal import HFCausal
 from foredraft.models.outline import Outline
 from foredraft.models.rows import Rows
 from foredraft.models.tiles import Tiles
+from foredraft.models.trial import agree, trial
 from foredraft.sampling import widen
 
 _QKV, _GATE_UP = (

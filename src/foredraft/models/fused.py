@@ -16,16 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from foredraft.engine.batch import Batch, Feed, make_batch
-from foredraft.engine.pool import BlockTable
+from foredraft.engine.batch import Batch
 from foredraft.engine.protocols import ForwardOut
 from foredraft.models.attention import Head
 from foredraft.models.hf_causal import HFCausal
 from foredraft.models.packed import LEAST_ROWS, PackedLinear, PlainLinear, can_pack, pack, pack_together
-from foredraft.types import Draft
+from foredraft.models.trial import agree, trial
 
-_NOISE = {torch.float32: 1e-4}  # relative, of logits in the trial run; 0.05 in half precision
-_TRIAL = 12  # tokens of the trial's text
 _FIRST_POSITIONS = 2048  # whose angles are made at first
 
 Linear = PackedLinear | PlainLinear
@@ -256,11 +253,6 @@ def fuse(slow: HFCausal) -> FusedCausal | None:
     return fused if agree(trial(fused), wanted, slow.dtype) else None
 
 
-def agree(found: Tensor, wanted: Tensor, dtype: torch.dtype) -> bool:
-    """True if the logits of two trial runs, float32, differ by no more than a precision's rounding."""
-    return bool((found - wanted).norm() / wanted.norm() < _NOISE.get(dtype, 0.05))
-
-
 def norm(module: Any) -> Norm:
     """The norm of a transformers RMSNorm module; Gemma's hold what their weights are above 1."""
     if "Gemma" in type(module).__name__:
@@ -284,18 +276,6 @@ def geglu(gate_up: Tensor) -> Tensor:
     """gelu(gate) * up, likewise, with the tanh approximation."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.gelu(gate, approximate="tanh").mul_(up)
-
-
-def trial(target: HFCausal) -> Tensor:
-    """Logits of a short text and a small tree behind it, float32."""
-    kv, table = target.make_kv(_TRIAL + 8), BlockTable()
-    kv.pool.grow(table, _TRIAL + 8)
-    tokens = (torch.arange(_TRIAL + 4) * 7919 % target.vocab_size).tolist()
-    tree = Draft(tokens=torch.tensor(tokens[_TRIAL:]), parents=(-1, -1, 0, 1))
-    half = _TRIAL // 2
-    target.forward(make_batch([Feed(tokens[:half], 0, table, None)]), kv)
-    logits = target.forward(make_batch([Feed(tokens[half:_TRIAL], half, table, tree)]), kv).logits.float()
-    return logits if target.token_ids is None else logits[:, target.token_ids]
 
 
 def _padded(x: Tensor, rows: int) -> Tensor:

@@ -24,6 +24,7 @@ _HARMLESS = {
     "use_cache",
     "output_attentions",
     "output_hidden_states",
+    "output_router_logits",
     "cache_position",
     "cache",
 }
@@ -84,7 +85,9 @@ class HFCausal:
         self.model, self.name, self.token_ids = model, name, token_ids
         config = model.config.get_text_config()
         self.vocab_size: int = config.vocab_size
-        self.max_len: int = getattr(config, "max_position_embeddings", None) or 1 << 20
+        self.max_len: int = min(
+            getattr(config, "max_position_embeddings", None) or 1 << 20, _fixed_len(config)
+        )
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
         self.eos_ids = _eos_ids(model)
@@ -149,6 +152,19 @@ class HFCausal:
                 "layers all do"
             )
         return probe
+
+
+def _fixed_len(config: Any) -> int:
+    """Return up to which length the rotary angles of a text do not depend on what else shares its pass:
+    beyond it "longrope" angles are others as soon as one text of a pass is that long. ("dynamic" ones
+    change beyond max_position_embeddings.)
+    """
+    ropes = getattr(config, "rope_parameters", None) or {}
+    each = ropes.values() if all(isinstance(rope, dict) for rope in ropes.values()) else [ropes]
+    lengths = [
+        rope["original_max_position_embeddings"] for rope in each if rope.get("rope_type") == "longrope"
+    ]
+    return min(lengths, default=1 << 20)
 
 
 def _eos_ids(model: Any) -> frozenset[int]:

@@ -17,6 +17,7 @@ from foredraft.models.compiled import CompiledCausal, can_compile, compile_layer
 from foredraft.models.fused import KINDS, can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, is_slow, pack_linears
+from foredraft.models.trial import agree, own_trial, trial
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFT_VOCABULARY = "draft_vocabulary.safetensors"  # beside a model that drafts from some tokens only
@@ -61,6 +62,11 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
         if needs_kernels:
             return load_target(path, dtype="float32", device=device)
         target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
+    if not agree(trial(target), own_trial(target), target.dtype):
+        raise ModelError(
+            f"{path}: {type(target.model).__name__} gives other logits here than by its own forward, so it "
+            "cannot be run exactly: use another model"
+        )
     if can_pack(target.dtype, where):
         pack_linears(target.model)
     return target

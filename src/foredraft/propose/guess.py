@@ -19,7 +19,7 @@ _WHOLE, _TRUNCATED = 0.75, 0.55  # measured: docs/drafting.md
 
 def is_processed(seq: Sequence) -> bool:
     """True if a request's logits depend on what stands before a node."""
-    return seq.grammar is not None or sampling.needs_history(seq.params)
+    return seq.grammar is not None or sampling.needs_history(seq.params, len(seq.tokens) - seq.prompt_len)
 
 
 def at_nodes(seq: Sequence, logits: Tensor, paths: Seq[list[int]]) -> Tensor:
