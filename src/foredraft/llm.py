@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -229,6 +230,9 @@ def stats_record(stats: SpecStats) -> dict[str, Any]:
 def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
+    wrong = next((one for one in params if not isinstance(one, SamplingParams)), None)
+    if wrong is not None:
+        raise ConfigError(f"params are {params!r}: give SamplingParams, one for all or one a prompt")
     if len(params) != count:
         raise ConfigError(f"{len(params)} params for {count} prompts: give one for all, or one a prompt")
     return list(params)
@@ -246,8 +250,8 @@ def _sizes(
 ) -> tuple[int, int]:
     """Return the longest text and the size of the KV caches of target and draft, both in tokens."""
     for name, value, least in (("max_len", max_len, 2), ("kv_gb", kv_gb, 0)):
-        if value is not None and not value >= least:
-            raise ConfigError(f"{name}={value} is too small: use {least} or more, or leave it out")
+        if value is not None and not (isinstance(value, int | float) and least <= value < math.inf):
+            raise ConfigError(f"{name}={value!r} is out of range: use {least} or more, or leave it out")
     memory = kv_gb * 1e9 if kv_gb is not None else _KV_SHARE * _free_bytes(target.device)
     position = target.kv_bytes_per_token + (draft.kv_bytes_per_token if draft is not None else 0)
     fit = int(memory / position)

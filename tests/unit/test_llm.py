@@ -72,6 +72,11 @@ def test_each_prompt_has_its_own_params(llm: LLM) -> None:
         llm.generate(PROMPTS, each[:2])
 
 
+def test_params_must_be_params(llm: LLM) -> None:
+    with pytest.raises(ConfigError, match="give SamplingParams"):
+        llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
+
+
 def test_no_prompts_give_no_answers(llm: LLM) -> None:
     assert llm.generate([]) == []
 
@@ -187,7 +192,7 @@ def test_options_that_do_not_fit_are_refused(model: Path) -> None:
         LLM(model, kv_gb=1e-7)
     with pytest.raises(ConfigError, match="max_len=1000 exceeds"):
         LLM(model, max_len=1000)
-    for options in ({"max_len": 0}, {"kv_gb": float("nan")}, {"budget": 2.5}, {"budget": True}):
+    for options in ({"max_len": 0}, {"kv_gb": float("nan")}, {"kv_gb": float("inf")}, {"budget": 2.5}, {"budget": True}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
             LLM(model, "ngram", **options)
     with pytest.raises(ConfigError, match="compile=True is not supported: leave it out"):
