@@ -19,6 +19,7 @@ from foredraft.engine.sequence import Sequence
 from foredraft.errors import ConfigError
 from foredraft.models import load_target
 from foredraft.propose import DraftModelProposer, load_draft, make_drafting
+from foredraft.propose.other_vocabulary import OtherVocabularyDraft
 from foredraft.sampling import Noise, to_laws
 from foredraft.types import SamplingParams, Verdict
 
@@ -62,6 +63,26 @@ def test_a_step_takes_one_pass_a_level_and_feeds_nothing_twice() -> None:
     rows.clear()
     drafter.propose([seq], [1])
     assert rows == [1]
+
+
+def test_a_text_whose_end_changes_keeps_its_beginning() -> None:
+    model = ContextTarget(seed=1)
+    rows = rows_of(model)
+    drafter, seq = proposer(model), sequence([1, 2, 3, 4])
+    (draft,) = drafter.propose([seq], [3])
+    right = draft.tokens.tolist()
+    for tokens, alike, fed in (
+        ([1, 2, 3, 4, *right[:2]], 6, 1),  # one token at least is fed
+        ([1, 2, 3, 4, *right[:2], 0, 5], 6, 2),
+        ([1, 2, 6], 2, 1),
+        ([1], 1, 1),
+    ):
+        seq.tokens = tokens
+        drafter.keep(seq, alike)
+        rows.clear()
+        (draft,) = drafter.propose([seq], [1])
+        assert rows == [fed]
+        assert draft.tokens.tolist() == [int(model.logits(tokens).argmax())]
 
 
 def test_a_known_beginning_is_not_fed_again() -> None:
@@ -226,7 +247,7 @@ def save_tokenizer(path: Path, words: list[str]) -> Any:
     return tokenizer
 
 
-def test_another_vocabulary_is_refused_a_wider_head_is_not(tmp_path: Path) -> None:
+def test_another_vocabulary_goes_by_text_a_wider_head_by_ids(tmp_path: Path) -> None:
     words = [f"w{i}" for i in range(90)]
     target = load_target(tiny_models.build("llama", tmp_path / "target"), dtype="float32", device="cpu")
     tokenizer = save_tokenizer(tmp_path / "target", words)
@@ -242,8 +263,10 @@ def test_another_vocabulary_is_refused_a_wider_head_is_not(tmp_path: Path) -> No
 
     other = tiny_models.build("llama", tmp_path / "other")
     save_tokenizer(other, [*words[:50], "new", *words[51:]])
-    with pytest.raises(ConfigError, match=r"another vocabulary \(90 tokens.*token 50, 'w50', differs"):
-        load_draft(str(other), target=target, tokenizer=tokenizer)
+    model = load_draft(str(other), target=target, tokenizer=tokenizer)
+    assert isinstance(model, OtherVocabularyDraft)  # it drafts chains, through text
+    with pytest.raises(ConfigError, match=r"another \(90 tokens.*token 50, 'w50', differs.*leave tree out"):
+        make_drafting(str(other), model, vocab_size=97, kv_tokens=256, tree=(2, 2))
 
 
 def test_drafting_options_are_checked() -> None:

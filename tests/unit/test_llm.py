@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import tiny_models
 from foredraft import LLM, CapacityError, ConfigError, ModelError, SamplingParams
 from foredraft.llm import stats_record
+from foredraft.propose.factory import _first_accepted
 from tiny_tokenizers import build_chat_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -58,6 +60,21 @@ def test_auto_is_a_lookup_where_nothing_is_shipped(llm: LLM, model: Path) -> Non
     drafted = LLM(model, draft="auto", kv_gb=0.02)
     assert (drafted.draft, llm.draft) == ("suffix", "ngram")
     assert drafted.generate("one two three")[0].stats.emitted > 0
+
+
+def test_auto_is_a_lookup_where_heads_are_unknown(model: Path, tmp_path: Path) -> None:
+    """GPT-2's config names no hidden_size, by which a shipped head is told to fit."""
+    tiny_models.build("gpt2", tmp_path)
+    for file in model.glob("tokenizer*"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    assert LLM(tmp_path, draft="auto", kv_gb=0.02).draft == "suffix"
+
+
+@pytest.mark.parametrize(("accepted", "prior"), [(0.0, 0.01), (0.5, 0.5), (1.0, 0.99)])
+def test_a_draft_that_was_never_right_may_become_so(accepted: float, prior: float, tmp_path: Path) -> None:
+    measured = {"held_out_mean_emitted": [1.5], "held_out_accepted_at": [[accepted, 0.0]]}
+    (tmp_path / "provenance.json").write_text(json.dumps(measured))
+    assert _first_accepted(tmp_path) == prior
 
 
 def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
@@ -192,7 +209,8 @@ def test_options_that_do_not_fit_are_refused(model: Path) -> None:
         LLM(model, kv_gb=1e-7)
     with pytest.raises(ConfigError, match="max_len=1000 exceeds"):
         LLM(model, max_len=1000)
-    for options in ({"max_len": 0}, {"kv_gb": float("nan")}, {"kv_gb": float("inf")}, {"budget": 2.5}, {"budget": True}):
+    wrong: list[dict[str, Any]] = [{"kv_gb": float("nan")}, {"kv_gb": float("inf")}]
+    for options in (*wrong, {"max_len": 0}, {"budget": 2.5}, {"budget": True}):
         with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
             LLM(model, "ngram", **options)
     with pytest.raises(ConfigError, match="compile=True is not supported: leave it out"):

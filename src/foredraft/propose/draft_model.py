@@ -191,6 +191,18 @@ class DraftModelProposer:
         if sources:
             self._kv.move(torch.cat(sources), torch.cat(targets))
 
+    def keep(self, seq: Sequence, length: int) -> None:
+        """Note that only the first `length` tokens of a text are still what they were, or those of the chain
+        drafted behind it: this instead of observe(), for texts whose end may change.
+        """
+        state = self._states.get(seq.request_id)
+        if state is None:
+            return
+        # At least one token is pending, or there would be no logits to go on from.
+        state.kv_len, state.fed = min(length, state.kv_len + state.fed, len(seq.tokens) - 1), 0
+        assert state.kv_len >= state.table.known * BLOCK  # others may read those
+        self._kv.pool.remember(state.table, seq.keys[: state.kv_len // BLOCK])
+
     def forget(self, request_id: str) -> None:
         """Free the request's cache."""
         state = self._states.pop(request_id, None)

@@ -20,8 +20,9 @@ from foredraft.propose.draft_model import DraftModelProposer
 from foredraft.propose.either import EitherProposer
 from foredraft.propose.heads import EagleDraft, MedusaDraft, load_head, target_record
 from foredraft.propose.ngram import LONGEST, NgramProposer
+from foredraft.propose.other_vocabulary import OtherVocabularyDraft
 from foredraft.propose.suffix import MEMORY_TOKENS, SuffixProposer
-from foredraft.propose.vocabulary import check_same_vocabulary
+from foredraft.propose.vocabulary import difference
 from foredraft.types import Source
 
 _LOOKUPS: dict[str, Callable[[], NgramProposer | SuffixProposer]] = {
@@ -31,7 +32,7 @@ _LOOKUPS: dict[str, Callable[[], NgramProposer | SuffixProposer]] = {
 }
 _LONGEST_CHAIN, _LONGEST_TREE = 8, 15  # most nodes that "auto" lets a model or head draft
 
-LoadedDraft = HFCausal | EagleDraft | MedusaDraft
+LoadedDraft = HFCausal | OtherVocabularyDraft | EagleDraft | MedusaDraft
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +46,9 @@ class Drafting:
 def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) -> LoadedDraft | None:
     """Load the head or model that `draft` names; None if it names neither.
 
-    "eagle", "medusa" and "distilled" are what is shipped for the target; of "eagle+suffix" it is the head.
-    Raises ConfigError if nothing is shipped or the vocabulary of a model is not the target's, CheckpointError
-    for a head that does not fit, or what loading a model raises.
+    "eagle", "medusa" and "distilled" are what is shipped for the target; of "eagle+suffix" it is the head. A
+    model may have another vocabulary than the target. Raises ConfigError if nothing is shipped,
+    CheckpointError for a head or distilled draft of another target, or what loading a model raises.
     """
     _, draft = _parts(draft, target)
     if draft is None:
@@ -59,8 +60,9 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
     if is_distilled(path):
         path = complete(path, target_facts(Path(target.name)))
         return load_target(path, dtype=dtype, device=str(target.device))
-    check_same_vocabulary(load_tokenizer(path), tokenizer, str(draft))
-    return load_target(path, dtype=dtype, device=str(target.device))
+    own = load_tokenizer(path)
+    model, differs = load_target(path, dtype=dtype, device=str(target.device)), difference(own, tokenizer)
+    return model if differs is None else OtherVocabularyDraft(model, own, tokenizer, differs)
 
 
 def make_drafting(
@@ -81,8 +83,13 @@ def make_drafting(
     only. target: whose passes are timed for budget "auto"; without one they are guessed at first. Raises
     ConfigError on options.
     """
-    if budget != "auto" and not 0 <= budget <= 256:
-        raise ConfigError(f"budget={budget} is out of range: use 0 (off) to 256, or 'auto'")
+    if budget != "auto" and not (type(budget) is int and 0 <= budget <= 256):
+        raise ConfigError(f"budget={budget!r} is out of range: use 0 (off) to 256, or 'auto'")
+    if tree is not None and isinstance(model, OtherVocabularyDraft):
+        raise ConfigError(
+            f"tree={tree} needs a draft model of the target's vocabulary, and {draft!r} has another "
+            f"({model.difference}), from which a chain is drafted: leave tree out"
+        )
     if tree is not None and not isinstance(model, HFCausal):
         raise ConfigError(f"tree={tree} needs a draft model, and draft is {draft!r}: leave tree out")
     name, other = _parts(draft, target)
@@ -124,6 +131,8 @@ def _proposer(
 ) -> Proposer:
     if isinstance(model, EagleDraft | MedusaDraft):
         return model.proposer(kv_tokens)
+    if isinstance(model, OtherVocabularyDraft):
+        return model.proposer(vocab_size=vocab_size, kv_tokens=kv_tokens)
     return DraftModelProposer(model, vocab_size=vocab_size, kv_tokens=kv_tokens, tree=tree)
 
 
@@ -141,7 +150,7 @@ def _first_accepted(path: Path) -> float | None:
     try:
         record = read_json(path / "provenance.json")
         _, best = max(zip(record["held_out_mean_emitted"], record["held_out_accepted_at"], strict=True))
-        return float(best[0])
+        return min(max(float(best[0]), 0.01), 0.99)
     except (CheckpointError, KeyError, TypeError, ValueError, IndexError):
         return None
 
@@ -152,7 +161,7 @@ def best_draft(target: HFCausal) -> str:
     """
     try:
         shipped("eagle", target.name)
-    except ConfigError:
+    except (ConfigError, CheckpointError):
         return "suffix"
     return "eagle+suffix"
 
