@@ -38,6 +38,24 @@ def _lines(path: Path) -> list[dict[str, Any]]:
     return [row for _, row in read_rows(path)]
 
 
+def test_what_is_refused_is_not_captured(serve: Callable[..., Any], tmp_path: Path) -> None:
+    path = tmp_path / "requests.jsonl"
+    with serve(capture=CaptureConfig(path)) as server:
+        for refused in (
+            {"messages": [{"role": "nobody", "content": "x"}]},
+            {"messages": [{"role": "user", "content": "cat " * 3000}]},
+            {"logit_bias": {"9999": 1}},
+            {"min_tokens": 13},
+        ):
+            for stream in (False, True):
+                assert server.chat(**refused, stream=stream).status_code == 400
+        assert server.chat(best_of=1, stream=True).status_code == 200
+        assert server.chat(service_tier=None).status_code == 200
+    rows = _lines(path)
+    assert [row["body"].get("stream") for row in rows] == [True, None]
+    assert [set(row["body"]) - {"stream"} for row in rows] == [{"messages", "temperature", "max_tokens"}] * 2
+
+
 def test_requests_are_captured_as_they_were_sent(serve: Callable[..., Any], tmp_path: Path) -> None:
     path = tmp_path / "deep" / "requests.jsonl"
     with serve(capture=CaptureConfig(path, redact=("user", "messages.name", "messages.content"))) as server:
@@ -172,5 +190,8 @@ def test_a_share_is_sampled(tmp_path: Path) -> None:
 
 
 def test_a_place_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot be written: Is a directory"):
-        Capture(CaptureConfig(tmp_path), Metrics("m"))
+    with pytest.raises(ConfigError, match="is a directory: name a file"):
+        CaptureConfig(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be written: "):
+        Capture(CaptureConfig(tmp_path / "file" / "r"), Metrics("m"))

@@ -36,6 +36,17 @@ def test_errors_at_the_start_are_one_line(tmp_path: Path, capsys: pytest.Capture
         assert f"127.0.0.1:{port} cannot be listened on" in _fails(["--port", port], capsys)
     assert "cannot be read" in _fails(["--api-key-file", str(tmp_path / "none")], capsys)
     assert "--capture-share 2.0" in _fails(["--capture", "x", "--capture-share", "2"], capsys)
+    for size in ("inf", "nan"):
+        assert f"--capture-max-mb {size}" in _fails(["--capture", "x", "--capture-max-mb", size], capsys)
+        assert f"--kv-gb {size}" in _fails(["--kv-gb", size], capsys)
+    assert "--max-body-mb inf" in _fails(["--max-body-mb", "inf"], capsys)
+    for alone in (["--capture-share", "0.5"], ["--capture-redact", "user"], ["--capture-keep", "2"]):
+        assert f"{alone[0]} needs --capture" in _fails(alone, capsys)
+    (tmp_path / "file").touch()
+    for path in (tmp_path, tmp_path / "file" / "r"):  # told before the model is looked for
+        assert f"--capture {path}" in _fails(
+            ["--port", "0", "--model", "no/such", "--capture", str(path)], capsys
+        )
     assert "--log-level 'loud'" in _fails(["--log-level", "loud"], capsys)
     assert "no-such-model" in _fails(["--port", "0", "--model", str(tmp_path / "no-such-model")], capsys)
 
@@ -99,7 +110,7 @@ def test_a_served_model_ends_with_sigterm(model: Path, tmp_path: Path) -> None:
 
 
 def _address(child: subprocess.Popen[bytes], log: Path) -> str:
-    for _ in range(600):
+    for _ in range(2400):
         assert child.poll() is None, log.read_text()
         found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())
         if found and "startup complete" in log.read_text():

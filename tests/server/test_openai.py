@@ -288,6 +288,10 @@ def test_arguments_are_an_object_whatever_the_schema_leaves_out(server: Any) -> 
 
 def test_models_and_errors(server: Any) -> None:
     assert [model.id for model in server.openai.models.list()] == ["tiny"]
+    assert server.openai.models.retrieve("tiny") == server.openai.models.list().data[0]
+    with pytest.raises(openai.NotFoundError, match="'org/gpt-9' does not exist") as unknown:
+        server.openai.models.retrieve("org/gpt-9")
+    assert unknown.value.code == "model_not_found"
     with pytest.raises(openai.NotFoundError, match="'gpt-9' does not exist"):
         server.openai.chat.completions.create(model="gpt-9", messages=MESSAGES)
     with pytest.raises(openai.BadRequestError, match="store is not supported"):
@@ -326,6 +330,14 @@ def test_templates_that_know_tools_are_told_of_them() -> None:
     body["messages"] = [{"role": "assistant", "content": None}]
     with pytest.raises(ApiError, match="no content"):
         preparer.chat(ChatRequest.model_validate(body))
+
+
+@pytest.mark.parametrize("tools", ["", "{% if tools %}<tool_call>{% endif %}"])
+def test_a_template_sees_names(tools: str) -> None:
+    said = "{% for m in messages %}{{ m.role }} {{ m.name or '-' }}:{{ m.content }}|{% endfor %}"
+    body = {"messages": [{"role": "user", "name": "tom", "content": "hi"}, {"role": "user", "content": "ho"}]}
+    (asked,) = make_preparer(tools + said).chat(ChatRequest.model_validate(body)).asked
+    assert byte_level().decode(asked.prompt) == "user tom:hi|user -:ho|"
 
 
 def test_what_is_no_unicode_is_refused_whatever_the_template() -> None:

@@ -73,14 +73,22 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
         ({"best_of": 2}, "best_of", "best_of is not supported"),
         ({"functions": []}, "functions", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": "1"}, "temperature", "valid number"),
+        ({"temperature": "1"}, "temperature", 'temperature should be a valid number, not "1"'),
+        ({"stop": 5}, "stop", "stop should be a valid string or a valid list, not 5"),
+        ({"stop": ["a", 5]}, "stop.1", "stop.1 should be a valid string, not 5"),
+        ({"stop": ""}, "stop", "stop: Value should have at least 1 item"),
+        ({"logit_bias": [1]}, "logit_bias", "logit_bias should be an object, not a list"),
+        ({"suffix": "x"}, "suffix", "suffix is not supported"),
+        ({"echo": 0}, "echo", "echo is not supported"),
         ({"n": 0}, "n", "greater than or equal to 1"),
         ({"messages": []}, "messages", "at least 1"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-            "messages",
-            "messages.0.content",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content.0.type",
+            "messages.0.content.0.type: only text parts are understood, not image_url",
         ),
+        ({"messages": [5]}, "messages.0", "messages.0 should be an object, not 5"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role", "messages.0.role is missing"),
         ({"messages": [{"role": "nobody", "content": "x"}]}, None, "unknown role nobody"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x', which is no token id"),
         ({"logit_bias": {"9999": 1}}, None, "logit_bias has token 9999"),
@@ -88,8 +96,10 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"min_tokens": 13}, None, "min_tokens=13 contradicts max_tokens=12"),
-        ({"foredraft": {"budget": 300}}, "foredraft", "256"),
-        ({"foredraft": {"speed": 1}}, "foredraft", "foredraft.speed is not supported"),
+        ({"tool_choice": "x"}, "tool_choice", "'none', 'auto' or 'required' or an object, not \"x\""),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "tool_choice.function is missing"),
+        ({"foredraft": {"budget": 300}}, "foredraft.budget", "less than or equal to 256 or 'auto', not 300"),
+        ({"foredraft": {"speed": 1}}, "foredraft.speed", "foredraft.speed is not supported"),
         ({"messages": [{"role": "user", "content": "cat " * 3000}]}, None, "the prompt has"),
         (
             {
@@ -101,12 +111,19 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
             "response_format",
             "Invalid type: foo",
         ),
+        ({"response_format": {}}, "response_format", "response_format.type is missing"),
+        ({"response_format": {"type": "xml"}}, "response_format", "'json_schema', not \"xml\""),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format.json_schema.schema",
+            "response_format.json_schema.schema is missing",
+        ),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, None, "a grammar decides"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "no valid Unicode"),
-        ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages", "no valid Unicode"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages.0.content", "no valid Unicode"),
+        ({"messages": [{"role": "\ud800", "content": "x"}]}, "messages.0.role", "no valid Unicode"),
         (
             {"tools": [{"type": "function", "function": {"name": "x", "description": "\ud800"}}]},
-            "tools",
+            "tools.0.function.description",
             "no valid Unicode",
         ),
     ],
@@ -124,16 +141,54 @@ def test_what_is_not_honoured_is_refused_by_name(
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert said in error["message"]
+    assert not re.search(r"function-|constrained|TextPart|literal\[|Value error", error["message"])
 
 
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b'{"messages": NaN}', b"[" * 100_000])
-def test_broken_bodies_are_refused(server: Any, content: bytes) -> None:
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "the body is missing"),
+        (
+            b'{"a": 1,}',
+            "the body is no JSON: Expecting property name enclosed in double quotes at character 8",
+        ),
+        (b"[]", "the body should be an object, not a list"),
+        (b'{"a": "\xff"}', "the body is no JSON: byte 7 is not of UTF-8"),
+        (b'{"messages": NaN}', "messages should be a valid list, not NaN"),
+        (b"[" * 100_000, "the body is no JSON: it is nested too deeply"),
+        (b"1" * 5000, "the body is no JSON: a number has too many digits"),
+    ],
+)
+def test_broken_bodies_are_refused(server: Any, content: bytes, said: str) -> None:
     response = server.http.post(CHAT, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
-    assert response.json()["error"]["message"]
+    error = response.json()["error"]
+    assert said in error["message"]
+    assert error["param"] == ("messages" if "NaN" in said else None)
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_a_body_that_does_not_say_what_it_is_is_refused(server: Any, headers: Any) -> None:
+    response = server.http.post(CHAT, content=json.dumps(LONG), headers=headers)
+    assert response.status_code == 400
+    assert "send content-type: application/json" in response.json()["error"]["message"]
+
+
+def test_what_asks_for_nothing_is_no_matter(server: Any) -> None:
+    nothing = {"user": "me", "store": False, "service_tier": "auto", "metadata": None, "modalities": ["text"]}
+    named = [{**MESSAGES[0], "name": "tom"}]
+    assert (
+        server.chat(**nothing, messages=named).json()["choices"]
+        == (server.chat(messages=MESSAGES).json()["choices"])
+    )
+    text = {"prompt": "the cat", "max_tokens": 2, "suffix": None, "best_of": 1, "echo": False}
+    assert server.post("/v1/completions", text).status_code == 200
 
 
 def test_unknown_paths_and_methods(server: Any) -> None:
+    for path in ("/", "/health"):
+        head = server.http.head(path)
+        assert (head.status_code, head.content) == (200, b"")
     assert server.http.get("/v2").status_code == 404
     assert server.http.get(CHAT).status_code == 405
     assert server.http.get(CHAT).json()["error"]["message"] == "Method Not Allowed"
@@ -159,7 +214,7 @@ def test_large_bodies_are_refused(serve: Callable[..., Any]) -> None:
 
 def test_keys(serve: Callable[..., Any], tmp_path: Any) -> None:
     file = tmp_path / "keys"
-    file.write_text("# ours\nfirst\n\nsecond\n")
+    file.write_text("first\n# ours, für uns\n\nsecond\n", encoding="utf-8-sig")
     with serve(api_keys=read_keys(file)) as server:
         for key, status in (("first", 200), ("second", 200), ("third", 401), ("", 401)):
             headers = {"authorization": f"Bearer {key}"} if key else {}
@@ -172,6 +227,10 @@ def test_keys(serve: Callable[..., Any], tmp_path: Any) -> None:
     file.write_text("# none\n")
     with pytest.raises(ConfigError, match="has no key"):
         read_keys(file)
+    file.write_text("first\nsécond\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="line 2, is not ASCII") as refused:
+        read_keys(file)
+    assert "cond" not in str(refused.value).replace(str(file), "")
     with pytest.raises(ConfigError, match="cannot be read"):
         read_keys(tmp_path / "missing")
     assert "first" not in repr(ServeConfig("m", api_keys=("first",)))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 import signal
 import socket
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -72,11 +74,20 @@ class Capturing:
         from foredraft.server.config import CaptureConfig
 
         if self.capture is None:
+            for item in fields(self):
+                if getattr(self, item.name) != getattr(Capturing(), item.name):
+                    raise ConfigError(f"--{item.name.replace('_', '-')} needs --capture: say to which file")
             return None
-        size = int(self.capture_max_mb * 1e6)
+        size = _bytes("--capture-max-mb", self.capture_max_mb)
         return CaptureConfig(
             self.capture, self.capture_share, size, self.capture_keep, tuple(self.capture_redact)
         )
+
+
+def _bytes(name: str, size: float, unit: float = 1e6) -> int:
+    if not math.isfinite(size):
+        raise ConfigError(f"{name} {size} is no size: give a finite number")
+    return int(size * unit)
 
 
 @takes_options
@@ -110,11 +121,13 @@ def _config(loading: Loading, address: Address, limits: Limits, capturing: Captu
         raise ConfigError("--api-key is empty or not ASCII: give one that a header can carry")
     if address.api_key_file is not None:
         keys += read_keys(address.api_key_file)
+    if limits.kv_gb is not None:
+        _bytes("--kv-gb", limits.kv_gb, 1e9)
     return ServeConfig(
         model_name=address.name or loading.model,
         max_seqs=limits.max_seqs,
         max_queue=limits.max_queue,
-        max_body=int(limits.max_body_mb * 1e6),
+        max_body=_bytes("--max-body-mb", limits.max_body_mb),
         max_tokens=limits.max_tokens,
         deadline_s=limits.deadline,
         grace_s=limits.grace,
@@ -141,8 +154,11 @@ def _run(
 ) -> None:
     from foredraft.cli.output import note
     from foredraft.server.app import create_app, make_server, make_service
+    from foredraft.server.capture import open_capture
     from foredraft.server.logs import log_as_json
 
+    if config.capture is not None:
+        os.close(open_capture(config.capture.path))  # so that what is wrong with it is told at once
     llm = loading.load(max_seqs=limits.max_seqs, max_len=limits.max_len, kv_gb=limits.kv_gb)
     service = make_service(llm, config)
     log_as_json(address.log_level)

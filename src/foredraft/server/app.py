@@ -22,7 +22,7 @@ from foredraft.llm import LLM
 from foredraft.server.answers import TokenTexts
 from foredraft.server.capture import Capture
 from foredraft.server.config import ServeConfig
-from foredraft.server.errors import ApiError, invalid
+from foredraft.server.errors import ApiError, invalid, unreadable
 from foredraft.server.gate import Gate
 from foredraft.server.grammar import GrammarMaker
 from foredraft.server.metrics import Metrics
@@ -92,6 +92,13 @@ def _handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        cause = error.__cause__  # of what FastAPI could not read
+        if isinstance(cause, UnicodeDecodeError):
+            return unreadable(f"byte {cause.start} is not of UTF-8").response()
+        if isinstance(cause, RecursionError):
+            return unreadable("it is nested too deeply").response()
+        if isinstance(cause, ValueError):
+            return unreadable("a number has too many digits").response()
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     @app.exception_handler(Exception)
@@ -100,7 +107,8 @@ def _handle_errors(app: FastAPI) -> None:
 
 
 def _add_routes(app: FastAPI, service: Service, draft: str) -> None:
-    config = service.config
+    name = service.config.model_name
+    model = {"id": name, "object": "model", "created": 0, "owned_by": "foredraft", "draft": draft}
 
     @app.post("/v1/chat/completions", responses=_ERRORS)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
@@ -112,9 +120,14 @@ def _add_routes(app: FastAPI, service: Service, draft: str) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        model = {"id": config.model_name, "object": "model", "created": 0, "owned_by": "foredraft"}
-        return {"object": "list", "data": [model | {"draft": draft}]}
+        return {"object": "list", "data": [model]}
 
+    @app.get("/v1/models/{name:path}", responses={404: _ERROR})
+    async def one_model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model
+
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses={503: _ERROR})
     async def health() -> Response:
         if service.draining or service.worker.failure or not service.worker.alive:
@@ -125,6 +138,7 @@ def _add_routes(app: FastAPI, service: Service, draft: str) -> None:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> FileResponse:
         return FileResponse(PAGE / "index.html")

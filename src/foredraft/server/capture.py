@@ -32,12 +32,7 @@ class Capture:
     def __init__(self, config: CaptureConfig, metrics: Metrics) -> None:
         self._config, self._metrics = config, metrics
         self._queue: queue.Queue[dict[str, Any] | None] = queue.Queue(_BACKLOG)
-        try:
-            config.path.parent.mkdir(parents=True, exist_ok=True)
-            _drop_torn_line(config.path)
-            self._file = _open(config.path)
-        except OSError as error:
-            raise ConfigError(f"--capture {config.path} cannot be written: {error.strerror}") from error
+        self._file = open_capture(config.path)
         self._thread = threading.Thread(target=self._run, name="capture", daemon=True)
         self._thread.start()
 
@@ -97,6 +92,16 @@ class Capture:
             path.unlink(missing_ok=True)  # when only one file is kept
         old, self._file = self._file, _open(path)
         os.close(old)
+
+
+def open_capture(path: Path) -> int:
+    """Open a file to be appended to, whole to its last line; raises ConfigError."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_torn_line(path)
+        return _open(path)
+    except OSError as error:
+        raise ConfigError(f"--capture {path} cannot be written: {error.strerror}") from error
 
 
 def redact(value: Any, names: list[str]) -> None:

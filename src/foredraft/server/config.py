@@ -22,6 +22,8 @@ class CaptureConfig:
     redact: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.path.is_dir():
+            raise ConfigError(f"--capture {self.path} is a directory: name a file")
         if not 0 < self.share <= 1:
             raise ConfigError(f"--capture-share {self.share} is out of range: use more than 0, up to 1")
         if self.max_bytes < 1_000_000:
@@ -71,11 +73,19 @@ class ServeConfig:
 def read_keys(path: Path) -> tuple[str, ...]:
     """Return the API keys of a file, one a line; blank lines and lines that begin with # are left out."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()  # editors may begin it with a BOM
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise ConfigError(f"--api-key-file {path} cannot be read: {reason}") from error
-    keys = tuple(line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#"))
+    keys: list[str] = []
+    for number, line in enumerate(map(str.strip, lines), start=1):
+        if not line or line.startswith("#"):
+            continue
+        if not line.isascii():
+            raise ConfigError(
+                f"--api-key-file {path}, line {number}, is not ASCII: use a key that a header can carry"
+            )
+        keys.append(line)
     if not keys:
         raise ConfigError(f"--api-key-file {path} has no key: write one a line")
-    return keys
+    return tuple(keys)

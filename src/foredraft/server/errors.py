@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 
 from foredraft.errors import CapacityError
+
+_WANTED = "Input should be "
+_KINDS = {
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "dict_type": "an object",
+    "none_required": "null",
+}
 
 
 class ApiError(Exception):
@@ -47,15 +56,76 @@ def refused(error: Exception, param: str | None = None) -> ApiError:
     return ApiError(400, str(error), param=param, code=code)
 
 
+def unreadable(reason: str) -> ApiError:
+    """Return that a body cannot be parsed as an answer."""
+    return ApiError(400, f"the body is no JSON: {reason}")
+
+
 def invalid(error: RequestValidationError) -> ApiError:
     """Return what pydantic found as an answer that names the field."""
-    first = error.errors()[0]
-    path = [str(part) for part in first["loc"] if part != "body"]
+    errors = error.errors()
+    if errors[0]["type"] == "json_invalid":
+        return unreadable(f"{errors[0]['ctx']['error']} at character {errors[0]['loc'][-1]}")
+    if isinstance(error.body, bytes):  # not read: any web page may have it sent without asking first
+        return ApiError(400, "the body does not say that it is JSON: send content-type: application/json")
+    path, found = _fitting(errors, error.body)
     where = ".".join(path).encode("utf-8", "replace").decode()
-    if first["type"] == "extra_forbidden":
-        message = f"{where} is not supported: leave it out"
-    elif first["type"] == "missing":
-        message = f"{where or 'the body'} is missing"
-    else:
-        message = f"{where or 'the body'}: {first['msg']}"
-    return ApiError(400, message, param=path[0] if path else None)
+    return ApiError(400, _told(where or "the body", found), param=where or None)
+
+
+def _fitting(errors: Sequence[Any], body: Any) -> tuple[list[str], list[Any]]:
+    """Return the path to the first wrong field and what is wrong with it.
+
+    Of a field that may be of several kinds pydantic tells the errors of every kind. Those of the innermost
+    field count: they are of the kind that fits best.
+    """
+    paths = [_path(error, body) for error in errors]
+    path, choice = paths[0]
+    candidates = [each for each, _ in paths if each[:choice] == path[:choice]]
+    inner = max(candidates, key=len)
+    return inner, [error for error, (each, _) in zip(errors, paths, strict=True) if each == inner]
+
+
+def _path(error: Any, body: Any) -> tuple[list[str], int]:
+    """Return the fields and indices that lead to an error, and how many come before the first choice of a
+    kind, which pydantic names in between.
+    """
+    path: list[str] = []
+    choice: int | None = None
+    at, parts = body, error["loc"][1:]
+    for place, part in enumerate(parts, start=1):
+        if (isinstance(at, dict) and part in at) or (isinstance(at, list) and isinstance(part, int)):
+            at = at[part]
+        elif error["type"] != "missing" or place < len(parts):
+            choice = len(path) if choice is None else choice
+            continue
+        path.append(str(part))
+    return path, len(path) if choice is None else choice
+
+
+def _told(where: str, found: Sequence[Any]) -> str:
+    kind, context = found[0]["type"], found[0].get("ctx", {})
+    if kind == "extra_forbidden":
+        return f"{where} is not supported: leave it out"
+    if kind == "missing":
+        return f"{where} is missing"
+    if kind == "union_tag_not_found":
+        return f"{where}.type is missing"
+    if kind == "union_tag_invalid":
+        return f"{where}.type should be one of {context['expected_tags']}, not {_short(context['tag'])}"
+    for error in found:  # of the right type, but its value is wrong
+        said = error["msg"]
+        if not said.startswith(_WANTED):
+            complete = error["type"] == "value_error" or ", not " in said
+            return f"{where}: {said.removeprefix('Value error, ')}" + (
+                "" if complete else f", not {_short(error['input'])}"
+            )
+    wanted = [_KINDS.get(error["type"], error["msg"].removeprefix(_WANTED)) for error in found]
+    return f"{where} should be {' or '.join(dict.fromkeys(wanted))}, not {_short(found[0]['input'])}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict | list):
+        return "an object" if isinstance(value, dict) else "a list"
+    said = json.dumps(value, ensure_ascii=False)
+    return said if len(said) <= 40 else f"{said[:40]}…"

@@ -215,7 +215,7 @@ def _messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[s
 def _native(index: int, message: Message) -> dict[str, Any]:
     """Return a message as templates know it that know tools."""
     calls = [{"type": "function", "function": _call(index, c.function)} for c in message.tool_calls or ()]
-    said = {"role": _role(message), "content": _text(index, message)}
+    said = {"role": _role(message), "content": _text(index, message), **_name(message)}
     return said | {"tool_calls": calls} if calls else said
 
 
@@ -226,7 +226,7 @@ def _turn(index: int, message: Message) -> dict[str, str]:
         content = "\n".join([content, *calls] if content else calls)
     if message.role == "tool":  # a role that few templates know
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
-    return {"role": _role(message), "content": content}
+    return {"role": _role(message), "content": content, **_name(message)}
 
 
 def _text(index: int, message: Message) -> str:
@@ -234,6 +234,10 @@ def _text(index: int, message: Message) -> str:
     if content is None and not message.tool_calls:
         raise ApiError(400, f"messages[{index}] has no content: give a text", param="messages")
     return "".join(part.text for part in content) if isinstance(content, list) else content or ""
+
+
+def _name(message: Message) -> dict[str, str]:
+    return {} if message.name is None else {"name": message.name}
 
 
 def _role(message: Message) -> str:

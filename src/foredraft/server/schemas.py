@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from foredraft.types import MAX_SEED, SamplingParams
 
 MAX_N = 16
+# OpenAI's defaults of fields that are not here: they ask for nothing.
+_NEUTRAL = {"best_of": 1, "echo": False, "store": False, "service_tier": "auto", "modalities": ["text"]}
 
 
 def _unicode(text: str) -> str:
@@ -29,6 +31,11 @@ class Body(BaseModel):
     """Strict: no unknown field, no number in a string, no NaN."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+def _neutral(name: str, value: Any) -> bool:
+    default = _NEUTRAL.get(name)
+    return value is None or (type(value) is type(default) and value == default)
 
 
 class Foredraft(Body):
@@ -71,6 +78,17 @@ class Sampling(Body):
     user: str | None = None
     foredraft: Foredraft = Foredraft()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_what_asks_for_nothing(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        return {
+            name: value
+            for name, value in body.items()
+            if name in cls.model_fields or not _neutral(name, value)
+        }
+
     def params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
         """Return the sampling parameters; raises ConfigError."""
         same = (
@@ -96,6 +114,13 @@ class TextPart(Body):
     type: Literal["text"]
     text: Text
 
+    @field_validator("type", mode="before")
+    @classmethod
+    def _only_text(cls, kind: Any) -> Any:
+        if isinstance(kind, str) and kind != "text":
+            raise ValueError(f"only text parts are understood, not {kind[:40]}")
+        return kind
+
 
 class CalledFunction(Body):
     """A call as an earlier answer made it; arguments is JSON in a string."""
@@ -117,6 +142,7 @@ class Message(Body):
 
     role: Annotated[Text, Field(min_length=1, max_length=64)]
     content: Text | list[TextPart] | None = None
+    name: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
     tool_call_id: str | None = None
     # OpenAI's clients send an answer back with all of its fields; empty they say nothing.

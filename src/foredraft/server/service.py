@@ -63,7 +63,6 @@ class Service:
         """Answer a chat or text completion; raises ApiError."""
         self._check(body)
         deadline = time.monotonic() + self.config.deadline_s
-        self._record(request, body)
         prepared = await self._prepared(body)
         request.state.log["prompt_tokens"] = prepared.prompt_tokens
         if body.stream:
@@ -81,11 +80,16 @@ class Service:
             raise self._reject("shutdown", 503, "the server is shutting down", 5)
         if not self.worker.alive:
             raise ApiError(503, "the engine has stopped")
-        if body.model is not None and body.model != self.config.model_name:
-            known = self.config.model_name
+        if body.model is not None:
+            self.check_model(body.model)
+
+    def check_model(self, name: str) -> None:
+        """Raise ApiError if the model is another one."""
+        known = self.config.model_name
+        if name != known:
             raise ApiError(
                 404,
-                f"the model {body.model!r} does not exist: this server has {known!r}",
+                f"the model {name!r} does not exist: this server has {known!r}",
                 param="model",
                 code="model_not_found",
             )
@@ -156,6 +160,7 @@ class Service:
             self.worker.submit(running.ticket)
             try:
                 await self._queued(running.ticket)
+                self._record(request, body)  # not before: what is refused here would be refused in a replay
                 self.metrics.prompt_tokens.inc(prepared.prompt_tokens)
                 on_start(running)
                 left = {
