@@ -28,7 +28,7 @@ bench: $(VENV)/.dev
 	$(if $(PEERS),$(BIN)/python benchmarks/peers.py --scripts $(PEERS) --arms $(PEER_ARMS))
 
 $(BIN)/python:
-	$(PYTHON) -m venv $(VENV)
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/pip install --quiet --editable '.[measure,serve]'

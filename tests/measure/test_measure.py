@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import signal
 from collections.abc import Iterator
@@ -17,12 +18,15 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
+from foredraft.cli.measure import check_place
+from foredraft.cli.report import show
 from foredraft.errors import ConfigError
 from foredraft.measure import run
 from foredraft.measure.acceptance import from_counters, from_response, parse_metrics
 from foredraft.measure.client import Client, RequestFailed
 from foredraft.measure.mock_server import MockTruth
-from foredraft.measure.records import Record, RecordFile, Result, read_record
+from foredraft.measure.records import ArmInfo, Header, Record, RecordFile, Result, read_record
+from foredraft.measure.run import make_header
 from foredraft.measure.server_arm import ServerArm
 from foredraft.measure.stats import Figures, figures, speedup
 from foredraft.measure.tables import summary, verdicts
@@ -237,6 +241,12 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any, 
         (["--baseline", "URL", "--limit", "0"], "--limit 0 is too small"),
         (["--baseline", "URL", "--timeout", "0"], "--timeout 0 is no limit"),
         (["--draft", "none,none"], "no list of different drafts"),
+        (["--draft", "none,nosuch"], "--draft 'nosuch' is unknown"),
+        (["--draft", "none:5"], "--draft none:5 gives no draft a budget"),
+        (["--baseline", "URL", "--draft", "ngram", "--dtype", "float32"], "--draft, --dtype is for engines"),
+        (["--baseline", "URL", "--load", "1,1"], "two loads are the same"),
+        (["--baseline", "URL", "--load", "1,4,16", "--rate", "2,2.0"], "of 1, 4, 16, 2/s, 2/s"),
+        (["--baseline", "URL", "--report", "/"], "--report / cannot be written"),
     ],
 )
 def test_user_errors_are_one_line(args: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
@@ -246,6 +256,33 @@ def test_user_errors_are_one_line(args: list[str], message: str, tmp_path: Path,
     shown = capsys.readouterr()
     assert message in shown.err
     assert shown.err.count("\n") == 1
+
+
+def test_places_are_looked_at_before_the_work(tmp_path: Path, capsys: Any) -> None:
+    check_place("--out", tmp_path / "new" / "records.jsonl")
+    assert not list((tmp_path / "new").iterdir())
+    assert command("measure", "--model", "/nowhere", "--out", str(tmp_path)) == 2
+    assert f"--out {tmp_path} cannot be written" in capsys.readouterr().err
+
+
+def test_names_are_shown_as_they_are(capsys: Any) -> None:
+    arms = tuple(ArmInfo(name, "server", "m", "", "", "usage") for name in ("base", "[/red]x"))
+    results = [
+        Result("a", category, arm.name, "1", 0, 0.0, 1.0, 0.1, 10)
+        for category in ("[/nope]", "b")
+        for arm in arms
+    ]
+    record = Record(Header("c", "t", {}, {}, arms, ("1",), 2, 0, 10), results)
+    show(record, report=None, by_category=True, as_json=False)
+    shown = capsys.readouterr().out
+    assert "[/nope]" in shown
+    assert shown.count("[/red]x") == 4
+
+
+def test_the_mock_server_says_where_it_is(monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr("uvicorn.Server.run", lambda self, sockets: None)
+    assert command("mock-server", "--port", "0") == 0
+    assert re.match(r"mock at http://127\.0\.0\.1:[1-9]\d*; Ctrl-C ends\n", capsys.readouterr().err)
 
 
 def test_a_wrong_key_and_a_server_of_another_kind_are_named(capsys: Any) -> None:
@@ -286,6 +323,8 @@ def test_an_answer_that_breaks_off_has_failed_and_is_not_asked_for_again() -> No
         ("", "has no request"),
         ("{}", ":1 has neither"),
         ('{"prompt": "x"}\n{"prompt', ":2 is no JSON"),
+        ('{"prompt": "x", "temperature": NaN}', ":1 is no JSON: NaN is no finite number"),
+        ('{"prompt": "x", "temperature": 1e999}', ":1 is no JSON: 1e999 is no finite number"),
         (
             '{"messages": [{"role": "assistant", "content": "x"}]}',
             ":1 has no message but the assistant's own",
@@ -310,6 +349,45 @@ def test_answers_to_one_request_are_requests(tmp_path: Path) -> None:
     path.write_text('{"prompt": ["x", "y"], "n": 2, "seed": 7}\n{"prompt": [[5, 6]], "n": 2}\n')
     asked = [(ask.body["prompt"], ask.body["seed"]) for ask in load_asks([path], Defaults(seed=20))]
     assert asked == [("x", 7), ("x", 8), ("y", 7), ("y", 8), ([5, 6], 24), ([5, 6], 25)]
+
+
+def test_a_mark_at_the_start_is_no_part_of_a_row(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "x"}', encoding="utf-8-sig")
+    assert [row for _, row in read_rows(path)] == [{"prompt": "x"}]
+
+
+def test_records_hold_no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = [
+        "foredraft",
+        "measure",
+        "--api-key",
+        "secret",
+        "--api-key=secret",
+        "--baseline",
+        "http://me:secret@a/v1",
+    ]
+    monkeypatch.setattr("sys.argv", words)
+    command = make_header([], [], load_asks([], Defaults(), 1), 0).command
+    assert "secret" not in command
+    assert "http://…@a/v1" in command
+
+
+@pytest.mark.parametrize(("blocks", "wider"), [(4, 1.87), (12, 1.17), (100, 1.02)])
+def test_intervals_of_few_blocks_are_wider(blocks: int, wider: float) -> None:
+    """A percentile bootstrap of four blocks holds the truth in 79 of 100 cases, and is to in 95."""
+
+    def results(arm: str, spread: float) -> list[Result]:
+        times = [1.0 + spread * (block % 2) for block in range(blocks)]
+        return [
+            Result(str(b), "all", arm, "1", b, 0.0, seconds, emitted=9) for b, seconds in enumerate(times)
+        ]
+
+    found = speedup(results("fast", 0.2), results("base", 0.0))
+    assert found is not None
+    assert found.low is not None
+    normal = 1.96 * 0.1 / 1.1 / blocks**0.5  # of the logarithm, roughly
+    assert math.log(found.value / found.low) == pytest.approx(wider * normal, rel=0.25)
 
 
 def test_rows_end_at_line_feeds_alone(tmp_path: Path) -> None:

@@ -42,6 +42,9 @@ def test_errors_at_the_start_are_one_line(tmp_path: Path, capsys: pytest.Capture
     assert "--max-body-mb inf" in _fails(["--max-body-mb", "inf"], capsys)
     for alone in (["--capture-share", "0.5"], ["--capture-redact", "user"], ["--capture-keep", "2"]):
         assert f"{alone[0]} needs --capture" in _fails(alone, capsys)
+    with pytest.MonkeyPatch.context() as patch:  # a secret that is missing opens no server
+        patch.setenv("FOREDRAFT_API_KEY", "")
+        assert "FOREDRAFT_API_KEY is set and holds no key" in _fails([], capsys)
     (tmp_path / "file").touch()
     for path in (tmp_path, tmp_path / "file" / "r"):  # told before the model is looked for
         assert f"--capture {path}" in _fails(

@@ -121,6 +121,8 @@ def _config(loading: Loading, address: Address, limits: Limits, capturing: Captu
         raise ConfigError("--api-key is empty or not ASCII: give one that a header can carry")
     if address.api_key_file is not None:
         keys += read_keys(address.api_key_file)
+    if not keys and "FOREDRAFT_API_KEY" in os.environ:
+        raise ConfigError("FOREDRAFT_API_KEY is set and holds no key: give one, or unset it to serve anybody")
     if limits.kv_gb is not None:
         _bytes("--kv-gb", limits.kv_gb, 1e9)
     return ServeConfig(

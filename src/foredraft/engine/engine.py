@@ -19,6 +19,7 @@ from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.config import EngineConfig, Load
 from foredraft.engine.decide import Emission, cut, decide, emitted_logprobs
 from foredraft.engine.drafter import Drafter
+from foredraft.engine.interrupts import held
 from foredraft.engine.news import news
 from foredraft.engine.pool import BLOCK, extend_keys
 from foredraft.engine.protocols import Controller, Proposer, StepTimes, Target
@@ -135,7 +136,14 @@ class Engine:
             self._cancelled.append(seq)
 
     def step(self) -> list[StepOutput]:
-        """Run one target pass; return what it gave each request that emitted, finished or was cancelled."""
+        """Run one target pass; return what it gave each request that emitted, finished or was cancelled.
+
+        An interrupt (Ctrl-C) is raised at its end.
+        """
+        with held():
+            return self._whole_step()
+
+    def _whole_step(self) -> list[StepOutput]:
         self._stepping = True
         try:
             made = self._step()

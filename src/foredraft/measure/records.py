@@ -5,6 +5,7 @@ block.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
@@ -16,6 +17,9 @@ from foredraft.rows import read_rows
 
 FORMAT = 1
 _T = TypeVar("_T")
+
+
+_USER = re.compile(r"://[^/@\s]+@")  # of a URL
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +164,11 @@ class RecordFile:
         if self._file is not None:
             self._file.write(json.dumps({"kind": kind, **asdict(value)}, ensure_ascii=False) + "\n")
             self._file.flush()
+
+
+def without_user(text: str) -> str:
+    """Return a text without the names and passwords in its URLs: records and reports are passed on."""
+    return _USER.sub("://…@", text)
 
 
 def read_record(paths: Iterable[Path]) -> Record:

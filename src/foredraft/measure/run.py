@@ -14,7 +14,16 @@ from typing import Any, Protocol
 import psutil  # type: ignore[import-untyped]
 
 from foredraft.errors import ConfigError
-from foredraft.measure.records import Acceptance, ArmInfo, BlockCounters, Header, Record, RecordFile, Result
+from foredraft.measure.records import (
+    Acceptance,
+    ArmInfo,
+    BlockCounters,
+    Header,
+    Record,
+    RecordFile,
+    Result,
+    without_user,
+)
 from foredraft.measure.workload import Ask, Load, how_many, in_blocks, repeated
 
 _WARM_UPS = 8
@@ -58,7 +67,7 @@ class Arm(Protocol):
 def make_header(arms: Sequence[Arm], loads: Sequence[Load], asks: Sequence[Ask], seed: int) -> Header:
     """Describe machine, versions and command."""
     return Header(
-        command=shlex.join(sys.argv),
+        command=_command(sys.argv),
         time=time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         machine=machine(),
         versions=_versions(),
@@ -68,6 +77,19 @@ def make_header(arms: Sequence[Arm], loads: Sequence[Load], asks: Sequence[Ask],
         seed=seed,
         max_tokens=max(ask.max_tokens for ask in asks),
     )
+
+
+def _command(argv: Sequence[str]) -> str:
+    """Return a command without the keys and passwords in it."""
+    shown = []
+    for before, word in zip(["", *argv], argv, strict=False):
+        key, given, _ = word.partition("=")
+        if before == "--api-key":
+            word = "…"
+        elif given and key == "--api-key":
+            word = "--api-key=…"
+        shown.append(without_user(word))
+    return shlex.join(shown)
 
 
 def machine() -> dict[str, Any]:

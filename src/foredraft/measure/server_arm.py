@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from foredraft.errors import ConfigError
 from foredraft.measure.acceptance import from_counters, from_response
 from foredraft.measure.client import Client, Reply, RequestFailed
-from foredraft.measure.records import Acceptance, ArmInfo, Result
+from foredraft.measure.records import Acceptance, ArmInfo, Result, without_user
 from foredraft.measure.workload import Ask, Load
 
 _PROBE_TOKENS = 24
@@ -72,7 +72,7 @@ class ServerArm:
     @property
     def info(self) -> ArmInfo:
         """How the header names it."""
-        where, model = self.client.url, str(self.client.model)
+        where, model = without_user(self.client.url), str(self.client.model)
         return ArmInfo(self.name, "server", model, "as served", where, self.counter, tuple(self.notes))
 
     def warm_up(self, asks: Sequence[Ask], enough: Callable[[float], bool]) -> None:

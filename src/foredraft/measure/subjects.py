@@ -10,6 +10,8 @@ from typing import Any, Protocol
 from foredraft.measure.client import Client, RequestFailed
 from foredraft.measure.stated import Guess
 
+_TOGETHER = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Answered:
@@ -55,11 +57,17 @@ class ServerSubject:
         self.name, self.client, self._runner = name, client, runner
 
     def ask(self, bodies: Sequence[Mapping[str, Any]], *, together: bool) -> list[Answered]:
-        """Send the bodies one by one, or all at once."""
+        """Send the bodies one by one, or all together, no more at once than servers take by default."""
+
+        places = asyncio.Semaphore(_TOGETHER)
+
+        async def placed(body: Mapping[str, Any]) -> Answered:
+            async with places:
+                return await self._one(body)
 
         async def all_of() -> list[Answered]:
             if together:
-                return list(await asyncio.gather(*map(self._one, bodies)))
+                return list(await asyncio.gather(*map(placed, bodies)))
             return [await self._one(body) for body in bodies]
 
         return self._runner.run(all_of())

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from foredraft.cache import cache_dir
+from foredraft.cache import cache_dir, kernel_sources
 
 LEAST_BYTES = 1 << 24
 _LIBRARIES = ("foredraft", "torch", "transformers", "tokenizers", "numba")
@@ -20,7 +20,7 @@ _LIBRARIES = ("foredraft", "torch", "transformers", "tokenizers", "numba")
 
 def key(facts: Iterable[object]) -> str:
     """Return the name of what was found out under these facts and these versions of the libraries."""
-    lines = [str(fact) for fact in facts] + [version(library) for library in _LIBRARIES]
+    lines = [str(fact) for fact in facts] + [version(library) for library in _LIBRARIES] + [kernel_sources()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
 
 
