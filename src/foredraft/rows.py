@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield ("file:line", object) for every line that is not blank; raises ConfigError naming the line."""
     try:
         # Rows end at "\n" alone: str.splitlines also cuts at U+2028 and others, which JSON strings may hold.
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines, start=1):
@@ -22,12 +23,20 @@ def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = json.loads(line, parse_float=_finite, parse_constant=_finite)
         except ValueError as error:
             raise ConfigError(f"{where} is no JSON: {error}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{where} is no JSON object but {type(row).__name__}")
         yield where, row
+
+
+def _finite(text: str) -> float:
+    """Refuse NaN and Infinity, which are no JSON: nothing that gets such a row could send it on."""
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no finite number")
+    return number
 
 
 def request_bodies(row: dict[str, Any], where: str) -> list[dict[str, Any]]:

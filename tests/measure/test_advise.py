@@ -21,7 +21,7 @@ from foredraft.measure.engine_arm import open_bench
 from foredraft.measure.from_record import estimates, reasons
 from foredraft.measure.methods import method_of
 from foredraft.measure.reasons import break_even
-from foredraft.measure.recipes import recipes
+from foredraft.measure.recipes import method_called, recipes
 from foredraft.measure.records import Acceptance, ArmInfo, Header, Record, Result
 from foredraft.measure.replay import Known, replay, sources_of
 from foredraft.measure.simulate import simulate
@@ -95,6 +95,17 @@ def test_recipes_are_what_engines_take() -> None:
         assert config["num_speculative_tokens"] == 4
         assert config["num_speculative_tokens_per_batch_size"] == [[1, 12, 4], [13, 4096, 0]]
     assert recipes("ngram", 0) == ["leave drafting off: foredraft serve --draft none"]
+    both = recipes("eagle+suffix", 4)
+    assert both[0].startswith("foredraft serve --draft eagle+suffix ")
+    assert both[1:] == recipes("eagle", 4)[1:]
+    assert recipes(None, 4, 12) == ["draft 4 tokens a step, and nothing above 12 requests at once"]
+    assert recipes(None, 0) == ["leave drafting off"]
+
+
+def test_methods_are_known_by_the_names_of_arms() -> None:
+    assert method_called("ngram:5") == "ngram"
+    assert method_called("eagle+suffix") == "eagle+suffix"
+    assert method_called("fast") is None
 
 
 def record(

@@ -34,6 +34,7 @@ def test_servers_are_measured_and_advised_from(tmp_path: Path, monkeypatch: Any,
     assert "over 70%, a good draft for this" in good
     assert "(median 8)" in short
     assert f"- {short}" in shown
+    assert "foredraft serve" not in shown  # what a server drafts with is not known by its name
     assert command("advise", "--record", str(out), "--json") == 0
     assert json.loads(capsys.readouterr().out) == told
 

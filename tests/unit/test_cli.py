@@ -20,8 +20,11 @@ import foredraft
 from foredraft import LLM, SamplingParams
 from foredraft.cli import main, options
 from foredraft.cli.chat import talk
+from foredraft.cli.generate import _texts
 from foredraft.cli.options import Loading, Sampling
-from foredraft.errors import CapacityError
+from foredraft.cli.output import note
+from foredraft.cli.remote import Remote, ServerError
+from foredraft.errors import CapacityError, ConfigError
 from tiny_tokenizers import build_chat_model
 
 SHORT = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos"]
@@ -143,6 +146,7 @@ def test_several_answers_keep_their_order(loaded: LLM, capsys: Any) -> None:
         (["pull"], "'NAME'"),
         (["pull", "no-such-model"], "no-such-model"),
         (["nonsense"], "No such command 'nonsense'"),
+        (["mock-server", "--port", "99999"], "'--port'"),
         (["generate", "a\udcff"], "no valid Unicode"),
         (["generate", "a\udcff", "--raw"], "no valid Unicode"),
         (
@@ -166,6 +170,9 @@ def test_user_errors_are_one_line(loaded: LLM, args: list[str], message: str, ca
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--budget", "many"], "--budget 'many' is no budget: use auto"),
         (["--dtype", "int3"], "int3"),
+        (["--draft", "nosuch"], "--draft 'nosuch' is unknown: use auto, none, ngram"),
+        (["--draft", "suffix+ngram"], "--draft 'suffix+ngram' is unknown"),
+        (["--draft", "none", "--budget", "5"], "--draft none is none"),
     ],
 )
 def test_models_that_cannot_be_loaded_are_one_line(
@@ -214,13 +221,40 @@ def test_chat_without_a_terminal_is_one_question(loaded: LLM, monkeypatch: Any, 
     assert "stdin is empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
 @pytest.mark.parametrize("command", [["generate", "-"], ["chat"]])
 def test_what_is_piped_in_must_be_text(
-    loaded: LLM, command: list[str], monkeypatch: Any, capsys: Any
+    loaded: LLM, command: list[str], errors: str, monkeypatch: Any, capsys: Any
 ) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8"))
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xff"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", stdin)
     assert run(*command, *SHORT) == 2
     assert "stdin is no UTF-8 text" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_one_line() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "foredraft", "--version"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_note_stays_one_line(capsys: Any) -> None:
+    note("a word " * 40)
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_an_address_that_is_none_is_told() -> None:
+    with pytest.raises(ServerError, match="cannot be reached"):
+        Remote("http://[::1")
+
+
+def test_a_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.txt"
+    file.write_text("the cat", encoding="utf-8-sig")
+    assert _texts([], [file]) == ["the cat"]
 
 
 def test_no_command_shows_help_and_no_error(capsys: Any) -> None:
@@ -308,9 +342,10 @@ def test_ctrl_c_cancels_the_answer_and_keeps_the_chat(llm: LLM, monkeypatch: Any
 
 
 def test_what_is_no_text_keeps_the_chat(llm: LLM, capsys: Any) -> None:
-    talk(llm, GREEDY, Script(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte"), "the cat"))
+    undecoded = UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start byte")
+    talk(llm, GREEDY, Script(undecoded, "a\udcff", "the cat"))
     shown = capsys.readouterr()
-    assert "no UTF-8 text" in shown.err
+    assert shown.err.count("no UTF-8 text") == 2
     assert shown.out == asked(llm, "the cat").text + "\n\n"
 
 
@@ -321,6 +356,17 @@ def test_a_full_context_keeps_the_chat(llm: LLM, capsys: Any) -> None:
     assert shown.out == asked(llm, "the cat").text + "\n\n"
     with pytest.raises(CapacityError):
         asked(llm, "x" * 3000)
+
+
+def test_what_a_turn_is_refused_keeps_the_chat(llm: LLM, monkeypatch: Any, capsys: Any) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr("foredraft.text.encode_chat", refuse)
+        talk(llm, GREEDY, Script("the cat", "/quit"))
+    assert "error: not this one" in capsys.readouterr().err
+
+
+def refuse(*_: Any) -> Any:
+    raise ConfigError("not this one")
 
 
 def test_compiling_is_told() -> None:

@@ -315,3 +315,34 @@ def test_a_draft_for_another_target_is_refused(
         LLM(other, str(tmp_path / "medusa"))
     with pytest.raises(ModelError, match="no target"):
         LLM(next((tmp_path / "cache" / "drafts").iterdir()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "message"),
+    [
+        ("eagle", "nowhere.jsonl", "nowhere.jsonl does not exist"),
+        ("eagle", "", "is no file: give JSONL"),
+        ("eagle", "empty.jsonl", "empty.jsonl has no prompt"),
+        ("distilled", "good.jsonl", "; draft makes what --draft distilled uses"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_told_before_loading(
+    kind: str, name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "good.jsonl").write_text('{"prompt": "x"}')
+    with pytest.raises(SystemExit) as exit_:
+        main(["train", kind, str(tmp_path / name), "--out", str(tmp_path / "out"), "--model", "/nowhere"])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_answers_need_a_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot be made"):
+        AnswerFile(tmp_path / "file" / "work", 4, {})
+
+
+def test_a_temperature_is_a_number() -> None:
+    with pytest.raises(ConfigError, match="temperatures"):
+        Options(temperatures=(float("nan"),))

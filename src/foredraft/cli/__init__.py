@@ -84,6 +84,7 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = app(args=args, prog_name="foredraft", standalone_mode=False) or 0
         if code == INTERRUPTED:
             print("\ninterrupted", file=sys.stderr)
+        print(end="", flush=True)  # a full disk is told of here, by one line
     except typer.Abort:
         code = INTERRUPTED
         print("\ninterrupted", file=sys.stderr)
@@ -91,7 +92,18 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         code = _refused(error.format_message())
     except ForedraftError as error:
         code = _refused(str(error))
+    except OSError as error:
+        code = 1 if isinstance(error, BrokenPipeError) else _refused(str(error))
+        _drop_output()
     sys.exit(code)
+
+
+def _drop_output() -> None:
+    """Let go of what stdout does not take, or Python would try once more at exit."""
+    try:
+        print(end="", flush=True)
+    except OSError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 - for as long as we run
 
 
 def _refused(message: str) -> int:

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foredraft.cli.arms import Answering, Asked, need_extra
-from foredraft.cli.measure import INTERRUPTED, run_arms
+from foredraft.cli.arms import Answering, Asked, loads_of, need_extra
+from foredraft.cli.measure import INTERRUPTED, check_place, run_arms
 from foredraft.cli.options import takes_options
 from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
@@ -72,34 +72,34 @@ def advise(
 
 def _of_servers(asked: Asked, answering: Answering, load: str, out: Path | None) -> tuple[Record, bool]:
     """Measure servers; return the record, and whether it is whole."""
-    from foredraft.measure.workload import parse_loads
-
     if bool(answering.baseline) + len(answering.variant) < 2:
         raise ConfigError("there is nothing to compare: name a baseline and a variant")
     asks = asked.load_asks()
-    loads = parse_loads(load)
+    loads = loads_of(load)
+    if out is not None:
+        check_place("--out", out)
     with answering.arms(asks, loads) as arms:
         return run_arms(arms, asks, loads, out, asked.seed)
 
 
 def _predicted(asked: Asked, answering: Answering, load: str) -> Advice:
     from rich.console import Console
+    from rich.markup import escape
 
     from foredraft.measure.advise import predict
     from foredraft.measure.engine_arm import open_bench
     from foredraft.measure.methods import method_of, traffic_of
-    from foredraft.measure.workload import parse_loads
 
     asks = asked.load_asks()
-    loads = parse_loads(load)
+    loads, drafts = loads_of(load), answering.drafts()
     bench = open_bench(answering.load_llm(), asks, loads)
-    methods = [method_of(bench, draft) for _, draft, _ in answering.drafts() if draft != "none"]
+    methods = [method_of(bench, draft) for _, draft, _ in drafts if draft != "none"]
     if not methods:
         raise ConfigError(f"--draft {answering.draft} names no draft to judge: use ngram,suffix")
     with Console(stderr=True).status("answering the requests") as status:
         traffic = traffic_of(bench, asks)
         at_once = sorted({one.concurrency or 1 for one in loads})
-        return predict(bench.target, methods, traffic, at_once, status.update)
+        return predict(bench.target, methods, traffic, at_once, lambda part: status.update(escape(part)))
 
 
 def _show(advice: Advice, beside: Record | None, as_json: bool) -> None:
@@ -164,7 +164,7 @@ def _verdicts(advice: Advice) -> list[str]:
 def _from_record(record: Record, as_json: bool) -> None:
     from foredraft.measure.from_record import estimates, reasons
     from foredraft.measure.reasons import break_even
-    from foredraft.measure.recipes import recipes
+    from foredraft.measure.recipes import method_called, recipes
     from foredraft.measure.run import refusals
 
     for line in refusals(record):
@@ -189,8 +189,10 @@ def _from_record(record: Record, as_json: bool) -> None:
         )
     for reason in why:
         print(f"- {reason}")
+    drafts = {arm.name: arm.draft for arm in record.header.arms if arm.kind == "engine"}
     for arm in dict.fromkeys(one.arm for one in found):
         mine = [one for one in found if one.arm == arm and one.load.isdecimal()]
         even = break_even([(int(one.load), one.measured) for one in mine])
         if mine and mine[0].best_budget is not None:
-            print("\n".join(recipes(arm, mine[0].best_budget, int(even) if even and even > 1 else None)))
+            draft = drafts.get(arm) or method_called(arm)
+            print("\n".join(recipes(draft, mine[0].best_budget, int(even) if even and even > 1 else None)))

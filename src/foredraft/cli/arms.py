@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from foredraft.cli.options import DEFAULT_MODEL, dtype_option, model_option, option
+from foredraft.cli.options import DEFAULT_MODEL, check_draft, dtype_option, model_option, option
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +22,17 @@ if TYPE_CHECKING:
 
 _NEEDS = ("httpx2", "scipy", "starlette", "uvicorn")
 REQUESTS, ENGINE, SERVERS = "What is asked", "This engine", "Servers"
+
+
+def loads_of(load: str, rate: str = "") -> list[Load]:
+    """Return the loads of --load and --rate; raises ConfigError."""
+    from foredraft.measure.workload import parse_loads
+
+    loads = parse_loads(load, rate)
+    labels = [one.label for one in loads]
+    if len(set(labels)) < len(labels):
+        raise ConfigError(f"two loads are the same, of {', '.join(labels)}: name each once")
+    return loads
 
 
 def need_extra() -> None:
@@ -85,6 +96,11 @@ class Answering:
         """Return the servers by name, the baseline first; raises ConfigError."""
         from foredraft.measure.client import Client
 
+        defaults = {item.name: item.default for item in fields(self)}
+        given = [name for name in ("model", "draft", "dtype") if getattr(self, name) != defaults[name]]
+        if given:
+            named = ", ".join(f"--{name}" for name in given)
+            raise ConfigError(f"{named} is for engines here, and servers are named: leave one out")
         if not 0 < self.timeout < math.inf:
             raise ConfigError(f"--timeout {self.timeout:g} is no limit: use seconds, more than 0")
         pairs = [("baseline", self.baseline)] if self.baseline else []
@@ -112,7 +128,12 @@ class Answering:
         parts = [part.strip() for part in self.draft.split(",") if part.strip()]
         if not parts or len(set(parts)) < len(parts):
             raise ConfigError(f"--draft {self.draft!r} is no list of different drafts: use none,ngram")
-        return [_draft(part) for part in parts]
+        drafts = [_draft(part) for part in parts]
+        for name, draft, budget in drafts:
+            check_draft(draft)
+            if draft == "none" and budget not in ("auto", 0):
+                raise ConfigError(f"--draft {name} gives no draft a budget: use none, or a draft")
+        return drafts
 
     @contextmanager
     def arms(self, asks: Sequence[Ask], loads: Sequence[Load]) -> Iterator[list[Arm]]:

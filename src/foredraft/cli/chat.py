@@ -73,13 +73,14 @@ def talk(llm: LLM | Remote, params: SamplingParams, ask: Callable[[], str]) -> N
     while True:
         try:
             said = ask().strip()
+            said.encode()  # under C.UTF-8 Python reads bytes that are no text as surrogates
         except EOFError:
             print()
             return
         except KeyboardInterrupt:
             note(f"\n{HELP}")
             continue
-        except UnicodeDecodeError as error:
+        except UnicodeError as error:
             note(f"error: that is no UTF-8 text: {error}")
             continue
         if said == "/quit":
@@ -98,7 +99,7 @@ def _turn(llm: LLM | Remote, params: SamplingParams, messages: list[dict[str, st
     messages.append({"role": "user", "content": said})
     try:
         text, _ = _answer(llm, params, messages)
-    except (CapacityError, ServerError) as error:
+    except (CapacityError, ConfigError, ServerError) as error:
         messages.pop()
         note(f"error: {error}. /reset starts anew.")
         return

@@ -129,6 +129,7 @@ def _subjects(answering: Answering, asks: Sequence[Ask]) -> Iterator[list[Subjec
         with _servers(answering, asks[0]) as servers:
             yield servers
         return
+    drafts = answering.drafts()
     from foredraft.measure.engine_arm import open_bench
     from foredraft.measure.engine_subject import EngineSubject
     from foredraft.measure.workload import Ask as Request
@@ -142,7 +143,7 @@ def _subjects(answering: Answering, asks: Sequence[Ask]) -> Iterator[list[Subjec
 
     yield [
         EngineSubject(name, bench.engine(draft, budget), encode)  # type: ignore[arg-type]
-        for name, draft, budget in answering.drafts()
+        for name, draft, budget in drafts
     ]
 
 

@@ -72,7 +72,7 @@ def _texts(prompts: list[str], files: list[Path]) -> list[str]:
     texts = [read_stdin() if prompt == "-" else prompt for prompt in prompts]
     for file in files:
         try:
-            texts.append(file.read_text(encoding="utf-8"))
+            texts.append(file.read_text(encoding="utf-8-sig"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"--file {file} cannot be read as text: {error}") from error
     if not texts:

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foredraft.cli.arms import REQUESTS, Answering, Asked
+from foredraft.cli.arms import REQUESTS, Answering, Asked, loads_of
 from foredraft.cli.options import takes_options
 from foredraft.cli.report import show
+from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -26,8 +27,12 @@ def measure(
     asked: Asked,
     answering: Answering,
     load: Annotated[
-        str, typer.Option(help="Requests at once, several loads as 1,4,16.", rich_help_panel=REQUESTS)
-    ] = "1,4,16",
+        str | None,
+        typer.Option(
+            help="Requests at once, several loads as 1,4,16, which is the default without --rate.",
+            rich_help_panel=REQUESTS,
+        ),
+    ] = None,
     rate: Annotated[
         str, typer.Option(help="Requests arriving per second, as 0.5,2.", rich_help_panel=REQUESTS)
     ] = "",
@@ -49,14 +54,28 @@ def measure(
 
     foredraft measure --draft none,ngram,ngram:5 --report report.html
     """
-    from foredraft.measure.workload import parse_loads
-
     asks = asked.load_asks()
-    loads = parse_loads("" if rate and load == "1,4,16" else load, rate)
+    default = "" if rate else "1,4,16"
+    loads = loads_of(default if load is None else load, rate)
+    for name, path in (("--out", out), ("--report", report)):
+        if path is not None:
+            check_place(name, path)
     with answering.arms(asks, loads) as arms:
         record, whole = run_arms(arms, asks, loads, out, asked.seed)
     show(record, report=report, by_category=by_category, as_json=as_json)
     raise typer.Exit(0 if whole else INTERRUPTED)
+
+
+def check_place(name: str, path: Path) -> None:
+    """Raise ConfigError, before the work, if an option names no place for a file; what is there stays."""
+    new = not path.exists()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except OSError as error:
+        raise ConfigError(f"{name} {path} cannot be written: {error}") from error
 
 
 def run_arms(
@@ -73,7 +92,7 @@ def run_arms(
 
     total = sum(len(part) for load in loads for part in run.blocks(asks, load)) * len(arms)
     columns = (
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import socket
+from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from foredraft.cli.arms import need_extra
+from foredraft.cli.output import note
+from foredraft.errors import ConfigError
 
 
 def mock_server(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on.")] = 8099,
+    port: Annotated[int, typer.Option(help="Port; 0 takes a free one.", min=0, max=65535)] = 8099,
     model: Annotated[str, typer.Option(help="Name of the model.")] = "mock",
     ttft: Annotated[float, typer.Option(help="Seconds to the first token.")] = 0.1,
     inter_token: Annotated[float, typer.Option(help="Seconds per token after it.")] = 0.01,
@@ -52,4 +56,15 @@ def mock_server(
         most=most,
         api_key=api_key,
     )
-    uvicorn.run(mock_app(truth), host=host, port=port, log_level="warning")
+    with _listen(host, port) as listener, suppress(KeyboardInterrupt):
+        shown = f"[{host}]" if ":" in host else host
+        note(f"{model} at http://{shown}:{listener.getsockname()[1]}; Ctrl-C ends")
+        uvicorn.Server(uvicorn.Config(mock_app(truth), log_level="warning")).run(sockets=[listener])
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        raise ConfigError(f"{host}:{port} cannot be listened on: {error}; use another --port") from error

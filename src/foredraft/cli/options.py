@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import os
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 MODEL, LAW, END = "Model and draft", "What is sampled", "When it ends"
 DEFAULT_MODEL = "smollm2-135m"
+_LOOKUPS = ("ngram", "suffix", "suffix-shared")
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -50,8 +52,8 @@ class Loading:
         option(
             MODEL,
             "auto (the best that is shipped), none, ngram, suffix, suffix-shared (looks through earlier "
-            "answers too), eagle, medusa, the directory of a draft, a smaller model named as --model is, or "
-            "one of those with a lookup, as eagle+suffix.",
+            "answers too), eagle, medusa, distilled, the directory of a draft, a smaller model named as "
+            "--model is, or one of those with a lookup, as eagle+suffix.",
         ),
     ] = "auto"
     budget: Annotated[str, option(MODEL, "Most tokens drafted per step: auto, or a number; 0 is off.")] = (
@@ -65,7 +67,11 @@ class Loading:
     def load(self, *, prefix_cache: bool = True, **sizes: Any) -> LLM:
         """Fetch the model if it is not there, and load it; `sizes` are further options of LLM."""
         budget, tree = _budget(self.budget), _tree(self.tree)
+        check_draft(self.draft)
+        if self.draft == "none" and budget not in ("auto", 0):
+            raise ConfigError(f"--budget {budget} is of a draft, and --draft none is none: leave one out")
         from rich.console import Console
+        from rich.markup import escape
         from transformers.utils import logging
 
         from foredraft import zoo
@@ -74,7 +80,10 @@ class Loading:
         logging.disable_progress_bar()
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
-        with Console(stderr=True).status(f"loading {self.model}") as status, _told_of_compiling(status):
+        with (
+            Console(stderr=True).status(f"loading {escape(self.model)}") as status,
+            _told_of_compiling(status),
+        ):
             llm = LLM(
                 path, draft, budget=budget, dtype=self.dtype, tree=tree, prefix_cache=prefix_cache, **sizes
             )
@@ -165,9 +174,29 @@ def _parameter(item: Any, hint: Any) -> inspect.Parameter:
 def read_stdin() -> str:
     """Return what is piped in; raises ConfigError if that is no text."""
     try:
-        return sys.stdin.read()
-    except UnicodeDecodeError as error:
+        text = sys.stdin.read()
+        text.encode()  # under C.UTF-8 Python reads bytes that are no text as surrogates
+        return text
+    except UnicodeError as error:
         raise ConfigError(f"stdin is no UTF-8 text: {error}") from error
+
+
+def check_draft(draft: str) -> None:
+    """Refuse a name that is no draft before anything is loaded; raises ConfigError."""
+    from foredraft.zoo import MODELS, SHIPPED_KINDS
+
+    if draft in ("auto", "none", *_LOOKUPS, *SHIPPED_KINDS):
+        return
+    first, plus, last = draft.rpartition("+")
+    if not plus or last not in _LOOKUPS:
+        lookup, plus, other = draft.partition("+")
+        first = other if plus and lookup in _LOOKUPS else draft
+    if first in (*SHIPPED_KINDS, *MODELS) or "/" in first or first.endswith(".gguf") or os.path.exists(first):
+        return
+    raise ConfigError(
+        f"--draft {draft!r} is unknown: use auto, none, {', '.join((*_LOOKUPS, *SHIPPED_KINDS))}, a "
+        "directory, a model as --model takes it, or a draft and a lookup, as eagle+suffix"
+    )
 
 
 def _tree(text: str) -> tuple[int, ...] | None:

@@ -26,7 +26,7 @@ def note(text: str) -> None:
     """Print a line about an answer, apart from the answer."""
     from rich.console import Console
 
-    Console(stderr=True).print(text, style="dim", markup=False, highlight=False)
+    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def show_stream(llm: LLM, prompt: str | Sequence[int], params: SamplingParams) -> tuple[str, bool]:

@@ -110,8 +110,8 @@ class Remote:
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.base + path, data, self._headers)
         try:
+            request = urllib.request.Request(self.base + path, data, self._headers)
             return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             with error:

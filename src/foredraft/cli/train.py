@@ -9,6 +9,7 @@ import typer
 
 from foredraft.cli.output import print_json
 from foredraft.errors import ConfigError
+from foredraft.rows import read_rows
 
 
 def train(
@@ -69,9 +70,12 @@ def train(
     from foredraft.train.run import Options
     from foredraft.train.run import train as run
 
-    missing = next((path for path in prompts if not path.is_file()), None)
-    if missing is not None:
-        raise ConfigError(f"{missing} does not exist: give JSONL files of prompts")
+    for path in prompts:
+        what = "is no file" if path.exists() else "does not exist"
+        if path.is_file():
+            what = "" if next(read_rows(path), None) else "has no prompt"
+        if what:
+            raise ConfigError(f"{path} {what}: give JSONL files of prompts")
     logging.disable_progress_bar()
     options = Options(
         epochs=epochs,
@@ -111,7 +115,9 @@ def _show(record: dict[str, Any], out: Path) -> None:
     for epoch, (mean, row) in enumerate(zip(record["held_out_mean_emitted"], rates, strict=True), start=1):
         table.add_row(str(epoch), f"{mean:.2f}", " ".join(f"{rate:.2f}" for rate in row))
     console = Console()
-    console.print(f"{record['kind']} for {record['target']}: {record['answer_tokens']} tokens of answers")
+    console.print(
+        f"{record['kind']} for {record['target']}: {record['answer_tokens']} tokens of answers", markup=False
+    )
     console.print(table)
     use = f"--draft {out}"
     if record["kind"] == "medusa2":
@@ -120,4 +126,4 @@ def _show(record: dict[str, Any], out: Path) -> None:
             f"law, another likeliest token at {record['other_token']:.1%} of places"
         )
         use = f"--model {out / 'target'} {use}"
-    console.print(f"in {out}: use it as {use}")
+    console.print(f"in {out}: use it as {use}", markup=False)

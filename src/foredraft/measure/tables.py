@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from foredraft.measure.records import Record
@@ -62,11 +63,11 @@ def tables(record: Record, *, by_category: bool = False) -> list[Table]:
 
 
 def _table(record: Record, category: str | None) -> Table:
-    table = Table(title=category or "all requests", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=escape(category or "all requests"), box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("load", "arm") else "right")
     for found in all_figures(record, category):
-        table.add_row(*cells(found))
+        table.add_row(*map(escape, cells(found)))
     return table
 
 

@@ -90,7 +90,10 @@ class AnswerFile:
     """
 
     def __init__(self, path: Path, width: int, made_by: Mapping[str, Any]) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be made: {error}; use another directory") from error
         self.path, self.width = path, width
         _check_origin(path / "made_by.json", made_by)
         self._lines, self._states = path / "answers.jsonl", path / "hidden.bin"

@@ -8,6 +8,7 @@ import ctypes
 import hashlib
 import importlib.metadata
 import json
+import math
 import platform
 import shutil
 from collections.abc import Callable, Sequence
@@ -73,7 +74,7 @@ class Options:
                 f"draft_vocab_size={size} with start_from={self.start_from!r}: a draft keeps its vocabulary; "
                 "leave one of the two out"
             )
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not all(0 <= each < math.inf for each in self.temperatures):
             raise ConfigError(f"temperatures={self.temperatures}: give one or more, 0 (greedy) or higher")
 
 
@@ -88,7 +89,8 @@ def train(
     """
     _keep_freed_memory()
     if kind not in KINDS:
-        raise ConfigError(f"kind={kind!r} is unknown: use {', '.join(KINDS)}")
+        hint = "; draft makes what --draft distilled uses" if kind == "distilled" else ""
+        raise ConfigError(f"kind={kind!r} is unknown: use {', '.join(KINDS)}{hint}")
     group = processes()
     if kind == "medusa2":
         check_epochs(options.epochs)
