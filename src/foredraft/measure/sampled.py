@@ -55,12 +55,13 @@ class SampledFinding:
         """Return it as text."""
         if self.refused:
             return [f"sampled: refused, {self.refused}"]
+        shift = f"a shift of {self.detectable:.3f}" if self.detectable < 1 else "no shift"
         what = "the distributions DIFFER" if self.differs else "no difference"
         lines = [
             f"sampled: {what}; a false alarm of the two tests together has chance {self.alpha:g}",
             f"  two samples: p = {self.pvalue:.2g} after {self.answers} answers a side and prompt "
-            f"({self.prompts} prompts, look {self.looks}); a shift of {self.detectable:.3f} in one token's "
-            f"probability would be found with chance {self.power:g}",
+            f"({self.prompts} prompts, look {self.looks}); {shift} in one token's probability "
+            f"would be found with chance {self.power:g}",
         ]
         if self.tokens:
             share = self.detectable_share
