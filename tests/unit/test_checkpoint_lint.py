@@ -17,6 +17,7 @@ from foredraft.cli import main
 from foredraft.errors import CheckpointError
 from foredraft.models.checkpoint import check_fits, lint, read_head
 from foredraft.models.formats.files import TargetFacts
+from foredraft.propose.heads import load_eagle
 from tiny_heads import CONFIG, DRAFT_VOCAB, HIDDEN, LAYERS, VOCAB, eagle_tensors, medusa_tensors, write
 
 TARGET = TargetFacts(HIDDEN, VOCAB, LAYERS, "tiny")
@@ -35,6 +36,13 @@ def test_a_sound_head_has_no_errors(tmp_path: Path) -> None:
     notes = said(tmp_path, lambda config, tensors: None)
     assert [note.split(":")[0] for note in notes] == ["note"]
     assert "embed_tokens.weight" in notes[0]
+
+
+def test_angles_are_found_where_transformers_writes_them(tmp_path: Path) -> None:
+    config = {name: value for name, value in CONFIG.items() if name != "rope_theta"}
+    config["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e5}
+    files = read_head(write(tmp_path, config, eagle_tensors()))
+    assert load_eagle(files, TARGET, torch.float32).config.rope_theta == 5e5
 
 
 def drop(name: str) -> Change:
@@ -75,7 +83,7 @@ WRONG: dict[str, tuple[Change, str]] = {
         put(foredraft={"hidden_layers": [1, 5, 8]}),
         "error: eagle_config names layer outputs [1, 5, 8]",
     ),
-    "residual after norm": (put(norm_before_residual=True), "error: norm_before_residual is true"),
+    "residual after norm": (put(norm_before_residual=True), "note: norm_before_residual is true"),
     "a norm we lack": (put(norm_output=True), "error: norm_output is true"),
     "an unasked norm": (shape("input_norm.weight", 96), "warning: input_norm.weight is there"),
     "target ids in d2t": (
@@ -99,6 +107,10 @@ WRONG: dict[str, tuple[Change, str]] = {
         "error: lm_head.weight is [41, 32], expected [40, any]",
     ),
     "another vocabulary": (put(vocab_size=98), "error: config says vocab_size 98, tiny has 97"),
+    "scaled angles": (
+        put(rope_scaling={"rope_type": "llama3", "factor": 8.0}),
+        "warning: its rotary angles are of type 'llama3'",
+    ),
     "no lm_head": (drop("lm_head.weight"), "note: lm_head.weight is not there"),
 }
 
@@ -175,6 +187,7 @@ def test_medusa_heads_are_checked(tmp_path: Path) -> None:
     assert "warning: all 2 blocks of head 0 are the same" in medusa(tmp_path, shared)[0]
     wide = medusa_tensors() | {"0.2.weight": torch.zeros(VOCAB + 1, HIDDEN)}
     assert "error: 0.2.weight is [98, 32], expected [97, 32]" in medusa(tmp_path, wide)[0]
+    assert "expected [9, 32]" in medusa(tmp_path, medusa_tensors() | {"token_map": torch.arange(9)})[0]
 
 
 def run(*args: str) -> int:

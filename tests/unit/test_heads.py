@@ -42,9 +42,9 @@ def embedding() -> torch.Tensor:
     return torch.randn(97, 32, generator=torch.Generator().manual_seed(5))
 
 
-def eagle(seed: int = 0) -> EagleLayer:
+def eagle(seed: int = 0, **changes: Any) -> EagleLayer:
     torch.manual_seed(seed)
-    head = EagleLayer(EagleConfig(32, 48, 4, 2, 8, 97, VOCAB, LAYERS))
+    head = EagleLayer(EagleConfig(32, 48, 4, 2, 8, 97, VOCAB, LAYERS, **changes))
     head.set_vocabulary(torch.randperm(97)[:VOCAB])
     for parameter in head.parameters():
         if parameter.ndim > 1:
@@ -71,7 +71,7 @@ def answers(target: HFCausal, proposer: Any, params: SamplingParams, budget: int
     config = EngineConfig(max_seqs=3, max_len=128, max_batch_tokens=24, kv_tokens=KV)
     controller = FixedBudget(budget) if proposer else None
     engine = Engine(target, proposer, config=config, controller=controller)
-    for number, length in enumerate((3, 40, 35, 9, 66)):
+    for number, length in enumerate((3, 40, 35, 9, 66, 1)):
         prompt = torch.randint(3, 97, (length,), generator=torch.Generator().manual_seed(number)).tolist()
         engine.add(prompt, params, str(number))
     found: dict[str, list[int]] = {}
@@ -137,9 +137,12 @@ def test_a_tree_takes_no_more_slots_than_there_are(
     assert any(count > budget for count, _, budget in fed)
 
 
-def test_eagle_drafts_as_it_is_trained(target: HFCausal, embedding: torch.Tensor) -> None:
+@pytest.mark.parametrize("norm_before_residual", [False, True])
+def test_eagle_drafts_as_it_is_trained(
+    norm_before_residual: bool, target: HFCausal, embedding: torch.Tensor
+) -> None:
     """The likeliest path of a draft is what the unrolled training pass finds likeliest, level by level."""
-    head = eagle(2)
+    head = eagle(2, norm_before_residual=norm_before_residual)
     recorder = Recorder((*LAYERS, 3))
     config = EngineConfig(max_seqs=1, max_len=128, kv_tokens=KV, prefix_cache=False)
     prompt = torch.randint(3, 97, (50,), generator=torch.Generator().manual_seed(9)).tolist()

@@ -19,7 +19,7 @@ def convert(
     destination: Annotated[
         Path | None, typer.Argument(metavar="DST", help="The directory to write; must not exist.")
     ] = None,
-    to: Annotated[str, typer.Option(help="Layout to write: medusa, eagle3 or speculators.")] = "",
+    to: Annotated[str, typer.Option(help="Layout to write: medusa, eagle3, speculators or eagle1.")] = "",
     only_lint: Annotated[
         bool,
         typer.Option("--lint", help="Write nothing; say what is wrong with SRC, exit 1 if it cannot run."),
@@ -31,9 +31,9 @@ def convert(
 ) -> None:
     """Write a draft head in another layout, or check one.
 
-    eagle3 is what SpecForge writes and SGLang reads, speculators what vLLM reads, medusa what Medusa's own
-    programs read. Weights stay bit by bit the same. With --target, what foredraft's heads take from the
-    target (its vocabulary matrix) is written out for programs that want it in the file.
+    eagle3 is what SpecForge writes and SGLang reads, speculators what vLLM reads, medusa and eagle1 what the
+    programs of Medusa and EAGLE read. Weights stay bit by bit the same. With --target, what foredraft's heads
+    take from the target (its vocabulary matrix) is written out for programs that want it in the file.
 
     [bold]Examples[/bold]
 
@@ -67,14 +67,14 @@ def _facts(target: str) -> TargetFacts | None:
 
 
 def _convert(files: HeadFiles, destination: Path, to: str, target: TargetFacts | None) -> list[str]:
-    from foredraft.models.checkpoint import LAYOUTS, exported, write_head
+    from foredraft.models.checkpoint import LAYOUTS, LAYOUTS_OF, exported, write_head
 
     layout = next((known for known in LAYOUTS if known == to), None)
     if layout is None:
         raise ConfigError(f"--to {to!r} is no layout: use {', '.join(LAYOUTS)}")
     if destination.exists():
         raise ConfigError(f"{destination} exists: name a directory that does not, or remove it")
-    if (layout == "medusa") != (files.kind == "medusa"):
+    if layout not in LAYOUTS_OF[files.kind]:
         raise CheckpointError(f"{files.path} is of kind {files.kind}, which --to {to} cannot hold")
     complete, done = exported(files, layout, target)
     write_head(destination, complete, layout)

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.models.formats import eagle3, medusa, speculators
+from foredraft.models.formats import eagle1, eagle3, medusa, speculators
 from foredraft.models.formats.files import (
     HeadFiles,
+    Kind,
     Layout,
     TargetFacts,
     check_types,
@@ -41,7 +42,13 @@ __all__ = [
     "write_head",
 ]
 
-LAYOUTS: tuple[Layout, ...] = ("medusa", "eagle3", "speculators")
+# Which layouts hold a kind of head.
+LAYOUTS_OF: dict[Kind, tuple[Layout, ...]] = {
+    "medusa": ("medusa",),
+    "eagle": ("eagle3", "speculators"),
+    "eagle1": ("eagle1",),
+}
+LAYOUTS = tuple(layout for layouts in LAYOUTS_OF.values() for layout in layouts)
 _BORROWED = "borrowed"  # in the config: tensors that an export took from the target
 
 
@@ -52,12 +59,13 @@ def is_head(path: Path) -> bool:
     config = read_json(path / "config.json")
     architectures = config.get("architectures") or []
     return (
-        (config.get("foredraft") or {}).get("kind") in ("eagle", "medusa")
+        (config.get("foredraft") or {}).get("kind") in LAYOUTS_OF
         or "medusa_num_heads" in config
         or "speculators_model_type" in config
         or "eagle_config" in config
         or any("eagle3" in str(name).lower() for name in architectures)
         or "draft_vocab_size" in config
+        or eagle1.may_be_eagle1(config, path)
     )
 
 
@@ -69,6 +77,8 @@ def read_head(path: Path) -> HeadFiles:
         return HeadFiles("eagle", *speculators.from_speculators(config, tensors), path, "speculators")
     if medusa.looks_like_medusa(config, tensors):
         return HeadFiles("medusa", *medusa.from_medusa(config, tensors), path, "medusa")
+    if eagle1.looks_like_eagle1(tensors):
+        return HeadFiles("eagle1", *eagle1.from_eagle1(config, tensors), path, "eagle1")
     if any(name.removeprefix("model.") == "fc.weight" for name in tensors):
         return HeadFiles("eagle", *eagle3.from_eagle3(config, tensors), path, "eagle3")
     raise CheckpointError(
@@ -83,16 +93,18 @@ def write_head(path: Path, files: HeadFiles, layout: Layout | None = None) -> No
     Tensors are written bit by bit as they are. Raises CheckpointError for a layout of another kind of head.
     """
     layout = layout or files.layout
-    if (layout == "medusa") != (files.kind == "medusa"):
+    if layout not in LAYOUTS_OF[files.kind]:
         raise CheckpointError(
             f"{files.path} is of kind {files.kind}, which the {layout} layout does not hold: use "
-            + ("medusa" if files.kind == "medusa" else "eagle3 or speculators")
+            + " or ".join(LAYOUTS_OF[files.kind])
         )
     config, tensors, name = files.config, files.tensors, "model.safetensors"
     if layout == "medusa":
         name = medusa.FILE
     elif layout == "eagle3":
         config, tensors = eagle3.to_eagle3(config, tensors)
+    elif layout == "eagle1":
+        config, tensors = eagle1.to_eagle1(config, tensors)
     else:
         config, tensors = speculators.to_speculators(config, tensors)
     _write(path, config, tensors, name)
@@ -104,7 +116,7 @@ def exported(files: HeadFiles, layout: Layout, target: TargetFacts | None) -> tu
     d2t becomes offsets; what other programs do not take from the target is copied from it. Raises
     CheckpointError if that needs a target and none is given.
     """
-    if files.kind == "medusa":
+    if files.kind != "eagle":
         return files, []
     tensors, done = dict(files.tensors), list[str]()
     own = dict(files.own)

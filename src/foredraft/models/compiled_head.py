@@ -252,10 +252,10 @@ class _Trees(NamedTuple):
 
 
 def can_compile_head(head: EagleLayer, embedding: Tensor) -> bool:
-    """True in bfloat16 on a CPU, for shapes that the kernels take."""
+    """True in bfloat16 on a CPU, for a layer and shapes that the kernels take."""
     config = head.config
     even = all(width % 2 == 0 for width in (config.hidden_size, config.intermediate_size))
-    return quick(embedding) and even and config.head_dim % kernels.LEAST == 0
+    return quick(embedding) and config.plain and even and config.head_dim % kernels.LEAST == 0
 
 
 def _slots(table: BlockTable) -> Ints:

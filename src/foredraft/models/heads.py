@@ -6,17 +6,23 @@ The modules serve training and drafting; their parameters are named as the publi
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from foredraft.engine.batch import Batch
+from foredraft.models.attention import Attend, Head
+
 
 @dataclass(frozen=True, slots=True)
 class EagleConfig:
-    """Shape of an EAGLE head. hidden_layers: the target's hidden states that are fused, numbered as
+    """Shape of an EAGLE head. hidden_layers: the target's hidden states that it reads, numbered as
     transformers numbers hidden_states (0 is the embedding, i the output of layer i - 1).
+
+    norm_before_residual: an EAGLE-3 layer adds to its features as they are after its norm. eagle1: the layer
+    has no norms before attention and none behind it; fc_bias belongs to that kind only.
     """
 
     hidden_size: int
@@ -29,6 +35,14 @@ class EagleConfig:
     hidden_layers: tuple[int, ...]
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    norm_before_residual: bool = False
+    eagle1: bool = False
+    fc_bias: bool = False
+
+    @property
+    def plain(self) -> bool:
+        """True for the layer that the fast paths know: EAGLE-3's, adding to its features as they are."""
+        return not (self.norm_before_residual or self.eagle1)
 
     @classmethod
     def like(cls, target_config: Any, hidden_layers: tuple[int, ...], draft_vocab_size: int) -> EagleConfig:
@@ -66,7 +80,7 @@ class RMSNorm(nn.RMSNorm):
 class _Attention(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        width, dim = 2 * config.hidden_size, config.head_dim
+        width, dim = config.hidden_size * (1 if config.eagle1 else 2), config.head_dim
         self.head_dim = dim
         self.q_proj = nn.Linear(width, config.heads * dim, bias=False)
         self.k_proj = nn.Linear(width, config.kv_heads * dim, bias=False)
@@ -89,8 +103,9 @@ class _Mlp(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.eagle1:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
+            self.hidden_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = _Attention(config)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = _Mlp(config)
@@ -99,10 +114,10 @@ class _Layer(nn.Module):
 class EagleLayer(nn.Module):
     """One decoder layer that reads a token's embedding beside the features of the position before it.
 
-    Features are the target's hidden states, fused, where the target has been (EAGLE-3, section 3.1), and this
-    layer's own output below that. The vocabulary it drafts from is the part of the target's that `d2t` names:
-    target id = draft id + d2t[draft id]. Without weights of its own the projection to it takes these rows of
-    the target's.
+    Features are the target's hidden states where the target has been, some of them fused (EAGLE-3, section
+    3.1) or the last one as it is (EAGLE-1), and this layer's own output below that. The vocabulary it drafts
+    from is the part of the target's that `d2t` names: target id = draft id + d2t[draft id]. Without weights
+    of its own the projection to it takes these rows of the target's.
     """
 
     d2t: Tensor
@@ -111,10 +126,11 @@ class EagleLayer(nn.Module):
     def __init__(self, config: EagleConfig, *, own_lm_head: bool = False) -> None:
         super().__init__()
         self.config = config
-        fused = len(config.hidden_layers) * config.hidden_size
-        self.fc = nn.Linear(fused, config.hidden_size, bias=False)
+        read = 2 if config.eagle1 else len(config.hidden_layers)
+        self.fc = nn.Linear(read * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.midlayer = _Layer(config)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.eagle1:
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.lm_head = (
             nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False) if own_lm_head else None
         )
@@ -134,25 +150,48 @@ class EagleLayer(nn.Module):
         """The target's id of each draft id, int64 [draft vocab]."""
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
-    def qkv(self, embeds: Tensor, features: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """embeds, features: [rows, hidden]. Returns query [rows, heads, dim], key and value [rows, kv_heads,
-        dim], turned.
+    def fuse(self, states: Tensor) -> Tensor:
+        """states: the target's hidden states side by side, [rows, layers * hidden]. Returns features [rows,
+        hidden].
         """
-        layer, dim = self.midlayer, self.config.head_dim
-        x = torch.cat([layer.input_layernorm(embeds), layer.hidden_norm(features)], dim=-1)
+        fused: Tensor = states if self.config.eagle1 else self.fc(states)
+        return fused
+
+    def enter(self, embeds: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """embeds, features: [rows, hidden]. Returns what the layer adds to, [rows, hidden], and what its
+        attention reads, [rows, width].
+        """
+        if self.config.eagle1:
+            x = self.fc(torch.cat([embeds, features], dim=-1))
+            return x, x
+        normed = self.midlayer.hidden_norm(features)
+        read = torch.cat([self.midlayer.input_layernorm(embeds), normed], dim=-1)
+        return (normed if self.config.norm_before_residual else features), read
+
+    def qkv(self, read: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """read: [rows, width]. Returns query [rows, heads, dim], key and value [rows, kv_heads, dim],
+        turned.
+        """
+        attention, dim = self.midlayer.self_attn, self.config.head_dim
         query, key, value = (
-            project(x).unflatten(-1, (-1, dim))
-            for project in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
+            project(read).unflatten(-1, (-1, dim))
+            for project in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
         return turn(query, cos_sin), turn(key, cos_sin), value
 
-    def finish(self, features: Tensor, attended: Tensor) -> Tensor:
-        """features: [rows, hidden]; attended: [rows, heads * dim]. Returns the layer's output, the features
-        of the next position.
+    def finish(self, x: Tensor, attended: Tensor) -> Tensor:
+        """x: what the layer adds to, [rows, hidden]; attended: [rows, heads * dim]. Returns its output, the
+        features of the next position.
         """
-        x = features + self.midlayer.self_attn.o_proj(attended)
+        x = x + self.midlayer.self_attn.o_proj(attended)
         out: Tensor = x + self.midlayer.mlp(self.midlayer.post_attention_layernorm(x))
         return out
+
+    def normed(self, features: Tensor) -> Tensor:
+        """Return what is projected to the vocabulary, [rows, hidden]: EAGLE-1's features are guesses at what
+        the target has after its last norm already.
+        """
+        return features if self.config.eagle1 else self.norm(features)
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """positions: int64 [rows]. Returns the cosines and sines of rotary embedding, float32 [rows, dim /
@@ -168,6 +207,27 @@ def turn(x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = (part.unsqueeze(1).to(x.dtype) for part in cos_sin)
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
+
+
+class PlainEagle:
+    """Drafting passes of any EAGLE head by its own modules: the slow twin of FastEagle and CompiledEagle, and
+    what runs the heads that these do not know. embedding: [vocab, hidden]; projection: [draft vocab, hidden].
+    """
+
+    def __init__(self, head: EagleLayer, embedding: Tensor, projection: Tensor) -> None:
+        self._head, self._embedding, self._projection = head, embedding, projection
+        self.fuse = head.fuse
+
+    def run(self, batch: Batch, features: Tensor, attend: Attend) -> tuple[Tensor, Tensor]:
+        """Run over a batch; features: [rows, hidden]. Returns, of its logit rows, the features of the next
+        positions [outputs, hidden] and the logits after them, float32 [outputs, draft vocab].
+        """
+        head, device = self._head, features.device
+        x, read = head.enter(self._embedding[batch.token_ids.to(device)], features)
+        turned = head.qkv(read, head.cos_sin(batch.positions.to(device)))
+        query, key, value = (part.transpose(0, 1) for part in turned)
+        found = head.finish(x, attend(0, query, key, value, Head()).flatten(1))[batch.logit_rows.to(device)]
+        return found, F.linear(head.normed(found), self._projection).float()
 
 
 class ResBlock(nn.Module):
@@ -187,15 +247,34 @@ class ResBlock(nn.Module):
 class MedusaHeads(nn.Module):
     """Head i guesses token i + 2 after a position from its last hidden state (arXiv 2401.10774, section 2.1).
 
-    All project with the target's own vocabulary matrix.
+    own_vocab: rows of a projection to the vocabulary that each head has of its own; without one all project
+    with the target's.
     """
 
-    def __init__(self, width: int, heads: int, layers: int = 1) -> None:
+    def __init__(self, width: int, heads: int, layers: int = 1, *, own_vocab: int | None = None) -> None:
         super().__init__()
+        self.layers, self.own = layers, own_vocab is not None
         self.heads = nn.ModuleList(
             nn.Sequential(*(ResBlock(width) for _ in range(layers))) for _ in range(heads)
         )
+        if own_vocab is not None:
+            for head in self.heads:
+                cast(nn.Sequential, head).append(nn.Linear(width, own_vocab, bias=False))
 
     def forward(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, width]. Returns what to project, [rows, heads, width]."""
-        return torch.stack([head(hidden) for head in self.heads], dim=1)
+        return torch.stack([cast(Any, head)[: self.layers](hidden) for head in self.heads], dim=1)
+
+    def project(self, x: Tensor, head: int, shared: Tensor | None) -> Tensor:
+        """x: [rows, width], what one head made; shared: [vocab, width], the target's projection, for heads
+        that have none. Returns logits [rows, vocab].
+        """
+        weight = cast(Any, self.heads[head])[self.layers].weight if self.own else shared
+        assert weight is not None
+        return F.linear(x, weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, width]. Returns those of heads with projections, float32 [rows, heads, vocab]."""
+        made = self(hidden)
+        found = [self.project(made[:, head], head, None) for head in range(len(self.heads))]
+        return torch.stack(found, dim=1).float()

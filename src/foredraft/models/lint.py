@@ -12,8 +12,8 @@ from typing import Any, Literal
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
-from foredraft.models.formats import eagle3, medusa
-from foredraft.models.formats.eagle3 import IDS, LAYER, REQUIRED
+from foredraft.models.formats import eagle1, eagle3, medusa
+from foredraft.models.formats.eagle3 import IDS, LAYER
 from foredraft.models.formats.files import HeadFiles, TargetFacts, default_layers
 
 Severity = Literal["error", "warning", "note"]
@@ -29,7 +29,7 @@ class Finding:
 
 def lint(files: HeadFiles, target: TargetFacts | None = None) -> list[Finding]:
     """Return all that is wrong or noteworthy, errors first; against its target too if that is given."""
-    check = _eagle if files.kind == "eagle" else _medusa
+    check = {"eagle": _eagle, "eagle1": _eagle1, "medusa": _medusa}[files.kind]
     order = ("error", "warning", "note")
     return sorted(check(files, target), key=lambda finding: order.index(finding.severity))
 
@@ -62,41 +62,71 @@ def _wrong_shape(
 
 
 def _eagle(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
-    missing = [name for name in REQUIRED if name not in files.tensors]
-    if missing:
-        yield _error(
-            f"{len(missing)} tensors are missing, first {missing[0]}: the file is not an EAGLE-3 head"
-        )
-        return
-    bent = [name for name in REQUIRED if files.tensors[name].dim() != (1 if "norm" in name else 2)]
-    if bent:
-        shape = list(files.tensors[bent[0]].shape)
-        yield _error(f"{bent[0]} is {shape}, which is no shape of an EAGLE-3 head's")
+    if damage := _damage(files, eagle3.REQUIRED, "EAGLE-3"):
+        yield damage
         return
     yield from _eagle_shapes(files, target)
     yield from _layer_ids(files, target)
     yield from _norms(files)
+    yield from _angles(files)
     yield from _vocabulary(files, target)
-    if "lm_head.weight" not in files.tensors:
-        yield Finding("note", "lm_head.weight is not there: the target's rows are used")
-    if "embed_tokens.weight" not in files.tensors:
-        yield Finding("note", "embed_tokens.weight is not there: the target's embeddings are used")
+    yield from _borrowed(files)
+
+
+def _angles(files: HeadFiles) -> Iterator[Finding]:
+    rope = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind != "default":
+        yield Finding("warning", f"its rotary angles are of type {kind!r}, and it is run with plain ones")
+
+
+def _eagle1(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    if damage := _damage(files, eagle1.REQUIRED, "EAGLE-1"):
+        yield damage
+        return
+    hidden = files.tensors["fc.weight"].shape[0]
+    yield from _layer_shapes(files, hidden, "an EAGLE-1 layer reads one width, EAGLE-3's two")
+    width = target.hidden_size if target else hidden
+    yield from _wrong_shape(files, "fc.weight", (width, 2 * width), "the head is for another target")
+    yield from _other_vocabulary(files, target)
+    if target:
+        shape = (target.vocab_size, width)
+        yield from _wrong_shape(files, "lm_head.weight", shape, "an EAGLE-1 head drafts from all tokens")
+    yield from _borrowed(files)
+
+
+def _damage(files: HeadFiles, required: tuple[str, ...], what: str) -> Finding | None:
+    """Return what keeps the rest from being looked at: a tensor that is missing, or no matrix."""
+    missing = [name for name in required if name not in files.tensors]
+    if missing:
+        return _error(f"{len(missing)} tensors are missing, first {missing[0]}: the file is no {what} head")
+    bent = [name for name in required if files.tensors[name].dim() != (1 if "norm" in name else 2)]
+    if bent:
+        shape = list(files.tensors[bent[0]].shape)
+        return _error(f"{bent[0]} is {shape}, which is no shape of an {what} head's")
+    return None
+
+
+def _borrowed(files: HeadFiles) -> Iterator[Finding]:
+    for name, whose in (("lm_head.weight", "rows"), ("embed_tokens.weight", "embeddings")):
+        if name not in files.tensors:
+            yield Finding("note", f"{name} is not there: the target's {whose} are used")
+
+
+def _layer_shapes(files: HeadFiles, width: int, cause: str) -> Iterator[Finding]:
+    """Compare what attention reads, `width`, and the config with the tensors of either EAGLE."""
+    shape = list(files.tensors["fc.weight"].shape)
+    said = files.config.get("hidden_size", shape[0])
+    if said != shape[0]:
+        yield _error(f"config says hidden_size {said}, fc.weight is {shape}: config.json is another head's")
+    for name in "qkv":
+        yield from _wrong_shape(files, f"{LAYER}self_attn.{name}_proj.weight", (None, width), cause)
 
 
 def _eagle_shapes(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
     config, hidden = files.config, files.tensors["fc.weight"].shape[0]
-    if config.get("hidden_size", hidden) != hidden:
-        yield _error(
-            f"config says hidden_size {config['hidden_size']}, fc.weight is "
-            f"{list(files.tensors['fc.weight'].shape)}: config.json is another head's"
-        )
-    for name in "qkv":
-        yield from _wrong_shape(
-            files,
-            f"{LAYER}self_attn.{name}_proj.weight",
-            (None, 2 * hidden),
-            "an EAGLE-3 layer reads embedding and features side by side; EAGLE-1's reads one width",
-        )
+    cause = "an EAGLE-3 layer reads embedding and features side by side; EAGLE-1's reads one width"
+    yield from _layer_shapes(files, 2 * hidden, cause)
     yield from _wrong_shape(files, "norm.weight", (hidden,), "it is another head's")
     width = target.hidden_size if target else config.get("target_hidden_size", hidden)
     layers = files.hidden_layers
@@ -166,14 +196,15 @@ def _layer_ids(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding
 def _norms(files: HeadFiles) -> Iterator[Finding]:
     config = files.config
     if config.get("norm_before_residual"):
-        yield _error(
-            "norm_before_residual is true: the layer adds its normalised input, ours the input itself. Set "
-            "it to false only if the head was trained so"
+        yield Finding(
+            "note",
+            "norm_before_residual is true: vLLM knows the flag, SGLang and SpecForge draft badly without it",
         )
     elif files.layout == "speculators" and "norm_before_residual" not in config:
         yield Finding(
             "warning",
-            "norm_before_residual is not in config.json: speculators reads that as false, vLLM as true",
+            "norm_before_residual is not in config.json: speculators reads that as false, as we do, vLLM as "
+            "true; set it to true if acceptance is low",
         )
     for flag in ("norm_before_fc", "fc_norm", "norm_output"):
         if config.get(flag):
@@ -187,11 +218,7 @@ def _vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[Findin
     tensors, config = files.tensors, files.config
     vocab = target.vocab_size if target else config.get("vocab_size")
     t2d, d2t, head = tensors.get("t2d"), tensors.get("d2t"), tensors.get("lm_head.weight")
-    if target and config.get("vocab_size", vocab) != vocab:
-        yield _error(
-            f"config says vocab_size {config['vocab_size']}, {target.name} has {vocab}: the head is for "
-            "another target"
-        )
+    yield from _other_vocabulary(files, target)
     if t2d is not None and vocab is not None and len(t2d) != vocab:
         whose = target.name if target else "config.json"
         yield _error(f"t2d is [{len(t2d)}], expected [{vocab}] ({whose}): the head is for another vocabulary")
@@ -207,6 +234,15 @@ def _vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[Findin
             yield _error(f"d2t is missing: {rows} draft ids cannot be told which of {vocab} tokens they are")
         return
     yield from _map_kind(d2t, t2d, vocab)
+
+
+def _other_vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    said = files.config.get("vocab_size")
+    if target and said is not None and said != target.vocab_size:
+        yield _error(
+            f"config says vocab_size {said}, {target.name} has {target.vocab_size}: the head is for another "
+            "target"
+        )
 
 
 def _draft_vocab(config: dict[str, Any], d2t: Tensor | None, head: Tensor | None) -> int | None:
@@ -274,7 +310,8 @@ def _medusa_projections(
         yield Finding("note", "no head has a vocabulary projection of its own: the target's lm_head is used")
     elif len(own) < heads:
         yield _error(f"{len(own)} of {heads} heads have a vocabulary projection: all or none must")
-    vocab = target.vocab_size if target else None
+    chosen = tensors.get("token_map")
+    vocab = len(chosen) if chosen is not None else target.vocab_size if target else None
     for name in own:
         yield from _wrong_shape(files, name, (vocab, width), "the head is for another vocabulary")
     for head in range(heads):

@@ -22,7 +22,7 @@ from foredraft.models.attention import Attend, quick
 from foredraft.models.buckets import Bucket, Inputs, Outputs, Passes
 from foredraft.models.compiled_head import CompiledEagle, Waiting, can_compile_head
 from foredraft.models.fast_head import FastEagle
-from foredraft.models.heads import EagleLayer
+from foredraft.models.heads import EagleLayer, PlainEagle
 from foredraft.models.kernels import BEST, LEVELS
 from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen, future, is_processed, is_stuck, luck
 from foredraft.tree import path_to
@@ -58,7 +58,7 @@ class _State:
 
     def add(self, layers: tuple[Tensor, ...]) -> None:
         """Add the states of a step, [rows, hidden] of each layer."""
-        self.steps.append(layers)
+        self.steps.append(tuple(layer.clone() for layer in layers))  # not what the whole step computed
         self.count += len(layers[0])
 
     def take(self, left: int = 0) -> Tensor:
@@ -132,13 +132,14 @@ class EagleProposer:
         self.needs = Needs(hidden_layers=config.hidden_layers, draw=draw, spare_slots=_SPARE)
         self.target_ids = head.target_ids
         own = head.lm_head.weight.detach() if head.lm_head is not None else lm_head
-        fast = CompiledEagle if can_compile_head(head, embedding) else FastEagle
-        self._fast: FastEagle | CompiledEagle = fast(head, embedding, own.to(embedding.dtype))
+        compiled = CompiledEagle if can_compile_head(head, embedding) else FastEagle
+        fast = compiled if config.plain else PlainEagle
+        self._fast: FastEagle | CompiledEagle | PlainEagle = fast(head, embedding, own.to(embedding.dtype))
         shape = LayerShape(config.kv_heads, config.head_dim, config.head_dim)
         dtype, device = embedding.dtype, embedding.device
         self._kv = KVCache([shape], kv_tokens, dtype=dtype, device=device, turned=quick(embedding))
-        on_gpu = embedding.device.type == "cuda"
-        self._passes = Passes(self._pass, embedding.new_zeros(0, config.hidden_size)) if on_gpu else None
+        recorded = embedding.device.type == "cuda" and config.plain
+        self._passes = Passes(self._pass, embedding.new_zeros(0, config.hidden_size)) if recorded else None
         self._states: dict[str, _State] = {}
 
     @torch.inference_mode()

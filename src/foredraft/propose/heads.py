@@ -55,11 +55,13 @@ class EagleDraft:
 
 @dataclass(frozen=True, slots=True)
 class MedusaDraft:
-    """Medusa heads, the target's projection to the tokens target_ids, and the calibrated tree, if any."""
+    """Medusa heads, the target's projection to the tokens target_ids unless they have their own, and the
+    calibrated tree, if any.
+    """
 
     heads: MedusaHeads
     last_layer: int
-    lm_head: Tensor
+    lm_head: Tensor | None
     target_ids: Tensor
     tree: tuple[tuple[int, ...], ...] | None
     kv_bytes_per_token: int = 0
@@ -82,17 +84,17 @@ def load_head(
     not fit.
     """
     files = read_head(path)
-    if files.kind == "eagle":
+    if files.kind != "medusa":
         head = load_eagle(files, facts, dtype)
         rows = target_rows(facts, "lm_head", head.target_ids).to(dtype)
         embedding = target_rows(facts, "embed", None)
         return EagleDraft(head.to(device), embedding.to(device, dtype), rows.to(device))
-    ids = files.tensors.get("token_map", torch.arange(facts.vocab_size))
+    heads, ids = load_medusa(files, facts, dtype), token_ids(files, facts)
     tree = files.own.get("tree")
     return MedusaDraft(
-        load_medusa(files, facts, dtype).to(device),
+        heads.to(device),
         facts.num_layers,
-        target_rows(facts, "lm_head", ids).to(device, dtype),
+        None if heads.own else target_rows(facts, "lm_head", ids).to(device, dtype),
         ids.to(device),
         tuple(tuple(path) for path in tree) if tree else None,
     )
@@ -103,12 +105,20 @@ def load_eagle(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> Eagl
     check_fits(files, facts)
     config, tensors = files.config, files.tensors
     values: dict[str, Any] = {own: config[name] for own, name in _SIZES.items() if config.get(name)}
+    if theta := (config.get("rope_parameters") or {}).get("rope_theta"):  # as transformers 5 writes it
+        values["rope_theta"] = theta
     values.setdefault("kv_heads", values["heads"])
     values.setdefault("head_dim", values["hidden_size"] // values["heads"])
     values.setdefault("draft_vocab_size", facts.vocab_size)
-    layers = files.hidden_layers or default_layers(facts.num_layers)
+    values["norm_before_residual"] = bool(config.get("norm_before_residual"))
+    layers, other = files.hidden_layers or default_layers(facts.num_layers), {"embed_tokens.weight"}
+    if files.kind == "eagle1":  # it reads the last hidden state and drafts from all tokens
+        layers = (facts.num_layers,)
+        values |= {"eagle1": True, "fc_bias": "fc.bias" in tensors, "draft_vocab_size": facts.vocab_size}
+    else:
+        other |= {"d2t", "t2d"}
     head = EagleLayer(EagleConfig(**values, hidden_layers=layers), own_lm_head="lm_head.weight" in tensors)
-    _fill(head, tensors, files.path, {"embed_tokens.weight", "d2t", "t2d"})
+    _fill(head, tensors, files.path, other)
     if "d2t" in tensors:
         head.d2t.copy_(tensors["d2t"])
         head.t2d.zero_()
@@ -120,6 +130,7 @@ def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, *, max_len: int
     """Write an EAGLE head, bfloat16; a projection that is the target's own is left out."""
     shape = asdict(head.config)
     config: dict[str, Any] = {name: shape[own] for own, name in _SIZES.items()}
+    config["norm_before_residual"] = head.config.norm_before_residual
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -143,15 +154,17 @@ def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, *, max_len: int
 def load_medusa(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> MedusaHeads:
     """Return the Medusa heads of a directory; raises CheckpointError if they do not fit the target."""
     check_fits(files, facts)
-    own = [name for name in files.tensors if name.endswith(".weight") and "linear" not in name]
-    if own:
-        raise CheckpointError(
-            f"{files.path} has projections of its own ({own[0]}): heads that share the target's are supported"
-        )
     count, layers = files.config["medusa_num_heads"], files.config.get("medusa_num_layers", 1)
-    heads = MedusaHeads(facts.hidden_size, count, layers)
+    own = files.tensors.get(f"0.{layers}.weight")
+    own_vocab = None if own is None else len(own)
+    heads = MedusaHeads(facts.hidden_size, count, layers, own_vocab=own_vocab)
     _fill(heads.heads, files.tensors, files.path, {"token_map"})
     return heads.to(dtype).eval()
+
+
+def token_ids(files: HeadFiles, facts: TargetFacts) -> Tensor:
+    """Return the tokens of the target that Medusa heads draft from, int64 [draft vocab]."""
+    return files.tensors.get("token_map", torch.arange(facts.vocab_size))
 
 
 def save_medusa(
@@ -164,7 +177,7 @@ def save_medusa(
     """Write Medusa heads, bfloat16, the tokens they draft from and their calibrated tree."""
     config = {
         "medusa_num_heads": len(heads.heads),
-        "medusa_num_layers": len(heads.heads[0]),  # type: ignore[arg-type]
+        "medusa_num_layers": heads.layers,
         "base_model_name_or_path": facts.name,
         "foredraft": {
             "kind": "medusa",
@@ -206,9 +219,15 @@ def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _fill(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path, other: set[str]) -> None:
-    wanted = {name for name, _ in module.named_parameters()}
-    missing, extra = wanted - tensors.keys(), tensors.keys() - wanted - other
+    wanted = {name: list(value.shape) for name, value in module.named_parameters()}
+    missing, extra = wanted.keys() - tensors.keys(), tensors.keys() - wanted.keys() - other
     if missing or extra:
         odd = f"lacks {min(missing)}" if missing else f"has {min(extra)}, which is not known"
         raise CheckpointError(f"{path} {odd}: it is another kind of head, or damaged")
+    for name, shape in wanted.items():
+        found = list(tensors[name].shape)
+        if found != shape:
+            raise CheckpointError(
+                f"{path}: {name} is {found}, expected {shape}: config.json is another head's"
+            )
     module.load_state_dict({name: tensors[name].float() for name in wanted}, strict=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from itertools import takewhile
@@ -26,8 +27,8 @@ class MedusaProposer:
     """Drafts a tree from the last hidden state: level d holds guesses of head d, whatever stands above them.
 
     The tree is grown anew at every step from the heads' own probabilities, or with `tree` it is fixed: paths
-    of ranks, best first, as calibrate() finds them. lm_head: [draft vocab, hidden], rows of the target's;
-    target_ids: int64 [draft vocab], which.
+    of ranks, best first, as calibrate() finds them. lm_head: [draft vocab, hidden], rows of the target's, or
+    None for heads with projections of their own; target_ids: int64 [draft vocab], which tokens.
     """
 
     def __init__(
@@ -35,12 +36,16 @@ class MedusaProposer:
         heads: MedusaHeads,
         *,
         last_layer: int,
-        lm_head: Tensor,
+        lm_head: Tensor | None,
         target_ids: Tensor,
         tree: tuple[Ranks, ...] | None = None,
     ) -> None:
         self.target_ids, self.tree = target_ids, tree
-        self._logits = FastMedusa(heads, lm_head)
+        # From hidden states [rows, hidden] to float32 [rows, heads, draft vocab].
+        self._logits: Callable[[Tensor], Tensor] = heads.logits
+        if not heads.own:
+            assert lm_head is not None
+            self._logits = FastMedusa(heads, lm_head)
         self.needs = Needs(hidden_layers=(last_layer,))
         self._hidden: dict[str, tuple[int, Tensor]] = {}  # of a request: a position, and its hidden state
 
@@ -70,15 +75,15 @@ class MedusaProposer:
     def observe(self, seqs: Seq[Sequence], verdicts: Seq[Verdict], hidden: Seq[tuple[Tensor, ...]]) -> None:
         """Keep the hidden state from which the newest token came."""
         for seq, (last,) in zip(seqs, hidden, strict=True):
-            self._hidden[seq.request_id] = (seq.kv_len - 1, last[-1])
+            self._hidden[seq.request_id] = (seq.kv_len - 1, last[-1].clone())  # not the whole step's
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept for a request."""
         self._hidden.pop(request_id, None)
 
     def _at(self, seq: Sequence) -> int:
-        """The position of the state that is kept for a request, -1 if none is."""
-        return self._hidden[seq.request_id][0] if seq.request_id in self._hidden else -1
+        """The position of the state that is kept for a request, -2 if none is: that of no token's."""
+        return self._hidden[seq.request_id][0] if seq.request_id in self._hidden else -2
 
 
 def grow(scores: Seq[Seq[float]], size: int) -> list[Ranks]:

@@ -93,7 +93,7 @@ class EagleLoss(nn.Module):
         """
         head = self.head
         width = len(head.config.hidden_layers) * head.config.hidden_size
-        fused = head.fc(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
+        fused = head.fuse(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
         keys, values = self._context(batch, fused)
         extra: list[tuple[Tensor, Tensor]] = []
         features = fused[tree.answer, tree.row - 1]
@@ -101,15 +101,16 @@ class EagleLoss(nn.Module):
         for level in range(levels):
             embeds = self.embedding[batch.ids[tree.answer, (tree.row + level).clamp(max=last)]]
             angles = head.cos_sin(tree.row + level)
-            query, key, value = head.qkv(embeds.to(features.dtype), features, angles)
+            x, read = head.enter(embeds.to(features.dtype), features)
+            query, key, value = head.qkv(read, angles)
             if level:
                 extra.append((key, value))
-            features = head.finish(features, attend(tree, query, keys, values, extra))
+            features = head.finish(x, attend(tree, query, keys, values, extra))
             yield features
 
     def project(self, features: Tensor) -> Tensor:
         """Return logits over the draft's vocabulary."""
-        x = self.head.norm(features)
+        x = self.head.normed(features)
         weight = self.vocabulary if self.head.lm_head is None else self.head.lm_head.weight
         return nn.functional.linear(x, weight.to(x.dtype))
 
@@ -118,7 +119,8 @@ class EagleLoss(nn.Module):
         answers, rows, _ = fused.shape
         positions = torch.arange(1, rows + 1, device=fused.device).repeat(answers)
         embeds = self.embedding[batch.ids[:, 1 : rows + 1]].to(fused.dtype)
-        _, key, value = self.head.qkv(embeds.flatten(0, 1), fused.flatten(0, 1), self.head.cos_sin(positions))
+        _, read = self.head.enter(embeds.flatten(0, 1), fused.flatten(0, 1))
+        _, key, value = self.head.qkv(read, self.head.cos_sin(positions))
         shape = (answers, rows, self.head.config.kv_heads, self.head.config.head_dim)
         return key.view(shape), value.view(shape)
 

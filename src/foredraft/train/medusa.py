@@ -14,7 +14,7 @@ DECAY = 0.8  # of a head's weight in the loss, per head
 class MedusaLoss(nn.Module):
     """Cross-entropy of head i from each place against the target's law i + 1 places on.
 
-    lm_head: [draft vocab, hidden], rows of the target's.
+    lm_head: [draft vocab, hidden], rows of the target's, which make its laws whatever heads project with.
     """
 
     def __init__(self, heads: MedusaHeads, lm_head: Tensor) -> None:
@@ -32,7 +32,7 @@ class MedusaLoss(nn.Module):
         loss, right = last.new_zeros(()), []
         for head in range(guesses.shape[1]):
             judged = (left > head).nonzero().flatten()
-            logits = (guesses[judged, head] @ self.lm_head.t()).float()
+            logits = self.heads.project(guesses[judged, head], head, self.lm_head).float()
             law = laws[judged + head + 1]
             loss = loss - DECAY**head * mean((law * torch.log_softmax(logits, -1)).sum(-1))
             right.append(mean((logits.argmax(-1) == law.argmax(-1)).float()))
@@ -48,6 +48,7 @@ def rank_hits(loss: MedusaLoss, batch: Batch, ranks: int) -> list[list[float]]:
     guesses, hits = loss.heads(last), []
     for head in range(guesses.shape[1]):
         judged = (batch.rows[answer] - 1 - row > head).nonzero().flatten()
-        best = (guesses[judged, head] @ loss.lm_head.t()).topk(min(ranks, len(loss.lm_head)), -1).indices
+        logits = loss.heads.project(guesses[judged, head], head, loss.lm_head)
+        best = logits.topk(min(ranks, len(loss.lm_head)), -1).indices
         hits.append((best == wanted[judged + head + 1]).float().mean(0).tolist())
     return hits

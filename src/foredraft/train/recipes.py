@@ -17,7 +17,7 @@ from foredraft.models.checkpoint import HeadFiles, TargetFacts, read_head
 from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.propose.distilled import complete, save_distilled
 from foredraft.propose.draft_model import DraftModelProposer
-from foredraft.propose.heads import load_eagle, load_head, load_medusa, save_eagle, save_medusa
+from foredraft.propose.heads import load_eagle, load_head, load_medusa, save_eagle, save_medusa, token_ids
 from foredraft.propose.medusa import RANKS, calibrate
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch
@@ -129,7 +129,7 @@ def medusa_loss(
         ids = frequent_tokens(answers, min(draft_vocab_size, facts.vocab_size), facts.vocab_size)
         heads = MedusaHeads(facts.hidden_size, MEDUSA_HEADS, MEDUSA_LAYERS)
     else:
-        ids = files.tensors.get("token_map", torch.arange(facts.vocab_size))
+        ids = token_ids(files, facts)
         heads = load_medusa(files, facts, torch.float32)
     return MedusaLoss(heads, setting.model.get_output_embeddings().weight.detach()[ids]), ids
 

@@ -29,14 +29,9 @@ IDS = "eagle_aux_hidden_state_layer_ids"
 def from_eagle3(
     config: dict[str, Any], tensors: dict[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Take a directory's config and tensors to the names used here; raises CheckpointError for EAGLE-1."""
+    """Take a directory's config and tensors to the names used here."""
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
-    if LAYER + "self_attn.q_proj.weight" not in tensors and "layers.0.self_attn.q_proj.weight" in tensors:
-        if "layers.0.hidden_norm.weight" not in tensors:
-            raise CheckpointError(
-                "this is an EAGLE-1 head (its layer has no hidden_norm), which foredraft does not run: use "
-                "an EAGLE-3 head, or train one with `foredraft train eagle`"
-            )
+    if LAYER + "self_attn.q_proj.weight" not in tensors:
         tensors = renamed(tensors, "layers.0.", LAYER)
     ids = (config.get("eagle_config") or {}).get(IDS)
     own = {"kind": "eagle"} | (config.get("foredraft") or {})

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from foredraft.errors import CheckpointError
 
-Kind = Literal["eagle", "medusa"]
-Layout = Literal["eagle3", "speculators", "medusa"]
+Kind = Literal["eagle", "eagle1", "medusa"]
+Layout = Literal["eagle3", "speculators", "eagle1", "medusa"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,7 @@ _NUMBERS = (
     "medusa_num_heads",
     "medusa_num_layers",
 )
+_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 _OBJECTS = ("eagle_config", "foredraft", "transformer_layer_config", "target")
 _LISTS = ("eagle_aux_hidden_state_layer_ids", "hidden_layers")
 
@@ -106,6 +107,8 @@ def check_types(config: dict[str, Any], path: Path) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if name in _NUMBERS and not (whole and value > 0):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a whole number above 0")
+        if name in _FLAGS and not isinstance(value, bool):
+            raise CheckpointError(f"{path}: {name} is {value!r}, expected true or false")
         if name in _LISTS and not (isinstance(value, list) and all(isinstance(i, int) for i in value)):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a list of layer numbers")
         if name in _OBJECTS:
@@ -208,6 +211,16 @@ def norms(target: TargetFacts) -> list[tuple[str, Tensor]]:
     if not found:
         raise CheckpointError(f"{target.path} holds no norms: its layout is not known here")
     return sorted(found.items())
+
+
+def has_tensor(path: Path, *names: str) -> bool:
+    """True if a directory holds a tensor of one of these names. Raises CheckpointError."""
+    from safetensors import SafetensorError
+
+    try:
+        return not _places(path).keys().isdisjoint(names)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _places(path: Path) -> Mapping[str, Path]:
