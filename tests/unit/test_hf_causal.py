@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 
 import tiny_models
 from foredraft.engine.batch import Feed, make_batch
 from foredraft.engine.kv import KVCache
 from foredraft.engine.pool import BLOCK, BlockTable
-from foredraft.errors import ConfigError, ModelError
+from foredraft.errors import CheckpointError, ConfigError, ModelError
 from foredraft.models import HFCausal, load_target
 from foredraft.types import NO_DRAFT, Draft
 
@@ -175,6 +176,35 @@ def test_a_model_that_does_not_heed_its_positions_is_refused(tmp_path: Path) -> 
     config = transformers.AutoConfig.for_model("bart", vocab_size=97, is_encoder_decoder=False, **sizes)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="BartForCausalLM gives other logits here than by its own forward"):
+        load_target(tmp_path)
+
+
+def test_windows_that_only_a_mask_tells_are_refused(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in tiny_models.SIZES.items() if name != "max_position_embeddings"}
+    config = transformers.AutoConfig.for_model(
+        "phimoe", **sizes, max_position_embeddings=256, num_local_experts=2, sliding_window=32
+    )
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="windows of 32 tokens that only its mask tells"):
+        load_target(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
+def test_a_tensor_that_is_missing_is_named(name: str, tmp_path: Path) -> None:
+    file = tiny_models.build("llama", tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"1 tensors are missing, first {name}"):
+        load_target(tmp_path)
+
+
+def test_code_in_a_model_is_not_run(tmp_path: Path) -> None:
+    (tmp_path / "weird.py").write_text("raise SystemExit('ran')")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "weird", "auto_map": {"AutoConfig": "weird.Config"}}'
+    )
+    with pytest.raises(ModelError, match="no model that transformers knows"):
         load_target(tmp_path)
 
 

@@ -94,6 +94,18 @@ class HFCausal:
         probe = self._probe(config.num_hidden_layers)
         self.layers = [probe.shapes[layer] for layer in range(config.num_hidden_layers)]
         self.heads = [probe.heads[layer] for layer in range(config.num_hidden_layers)]
+        self._check_windows(config)
+
+    def _check_windows(self, config: Any) -> None:
+        """Raise ModelError if layers attend in windows that they put into their mask alone."""
+        window = getattr(config, "sliding_window", None)
+        kinds = getattr(config, "layer_types", None) or []
+        silent = not any(head.window for head in self.heads)
+        if kinds:
+            heads = zip(kinds, self.heads, strict=False)
+            silent = any(kind == "sliding_attention" and head.window is None for kind, head in heads)
+        if window and window < self.max_len and silent and getattr(config, "use_sliding_window", True):
+            raise ModelError(f"{self.name}: attends in windows of {window} tokens that only its mask tells")
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -138,7 +150,7 @@ class HFCausal:
         probe = _Probe()
         try:
             self._run(make_batch([Feed([0], 0, BlockTable(), NO_DRAFT)]), probe, ())
-        except TypeError as error:
+        except Exception as error:
             raise ModelError(
                 f"{self.name}: {type(self.model).__name__} cannot take our attention: {error}"
             ) from error

@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from foredraft.errors import ConfigError, ModelError
+from foredraft.errors import CheckpointError, ConfigError, ModelError
 from foredraft.models import kernels, outline
 from foredraft.models.bucketed import bucket, can_bucket
 from foredraft.models.compiled import CompiledCausal, can_compile, compile_layers
 from foredraft.models.fused import KINDS, can_fuse, fuse
 from foredraft.models.hf_causal import IMPLEMENTATION, HFCausal, attention
 from foredraft.models.packed import can_pack, is_slow, pack_linears
-from foredraft.models.trial import agree, own_trial, trial
+from foredraft.models.trial import agree_by_row, own_trial, trial
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DRAFT_VOCABULARY = "draft_vocabulary.safetensors"  # beside a model that drafts from some tokens only
@@ -40,8 +40,8 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
 
     transformers.AttentionInterface.register(IMPLEMENTATION, attention)
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError, KeyError) as error:
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except Exception as error:  # whatever its checks of a config raise
         raise ModelError(f"{path}: no model that transformers knows: {_first_line(error)}") from error
     _refuse(config, path)
     kept = _dtype(dtype, config, where, fused)
@@ -62,7 +62,7 @@ def load_target(path: Path, *, dtype: str = "auto", device: str = "auto", fused:
         if needs_kernels:
             return load_target(path, dtype="float32", device=device)
         target = HFCausal(_load(path, config, kept, where, ids), str(path), there)
-    if not agree(trial(target), own_trial(target), target.dtype):
+    if not agree_by_row(trial(target), own_trial(target), target.dtype):
         raise ModelError(
             f"{path}: {type(target.model).__name__} gives other logits here than by its own forward, so it "
             "cannot be run exactly: use another model"
@@ -76,11 +76,20 @@ def _load(path: Path, config: Any, dtype: torch.dtype, where: torch.device, ids:
     import transformers
 
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=IMPLEMENTATION
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=IMPLEMENTATION,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # libraries for quantised weights that are not there, attention of its own, …
         raise ModelError(f"{path}: cannot be loaded: {_first_line(error)}") from error
+    if missing := sorted(found["missing_keys"]):
+        raise CheckpointError(
+            f"{path}: {len(missing)} tensors are missing, first {missing[0]}: fetch the model again"
+        )
     if ids is not None:
         model.lm_head = _rows(model.get_output_embeddings(), ids)
     return model.eval().to(where)

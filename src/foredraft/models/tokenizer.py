@@ -27,7 +27,7 @@ def load_tokenizer(path: Path) -> Any:
             return own.from_pretrained(path)
         from transformers import AutoTokenizer
 
-        found = AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{path} has no tokenizer that can be loaded: {error}") from error
     if known != _AUTO:
