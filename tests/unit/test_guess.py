@@ -10,7 +10,7 @@ from torch import Tensor
 from foredraft.engine.sequence import Sequence
 from foredraft.models import kernels
 from foredraft.noise import Noise, exponentials
-from foredraft.propose.guess import foreseen, future, luck
+from foredraft.propose.guess import drawn, foreseen, future, luck
 from foredraft.sampling import draw, to_laws
 from foredraft.types import Draft, SamplingParams
 from foredraft.verify import verify_exact
@@ -67,6 +67,19 @@ def test_each_row_has_its_depth_and_greedy_requests_no_noise() -> None:
     greedy = sequence(SamplingParams(temperature=0))
     assert foreseen(greedy, logits, range(3), ids) is logits
     assert luck(greedy.params) == 0
+
+
+def test_what_is_drawn_shares_no_number_with_the_target() -> None:
+    """Noise of its own, and the target's own only where all is verified by matching."""
+    logits = near_logits(1)[0][0]
+    for reproducible in (False, True):
+        seq = sequence(SamplingParams(seed=3, reproducible=reproducible))
+        for depth in range(20):
+            law, token = drawn(seq, logits, depth)
+            noise = seq.noise if reproducible else seq.noise.fork("draft")
+            assert token == draw(law, noise, len(seq.tokens) + depth)
+    ids = [drawn(sequence(SamplingParams(seed=3)), logits, depth)[1] for depth in range(20)]
+    assert ids != [draw(to_laws(logits, SamplingParams()), Noise(3), 3 + depth) for depth in range(20)]
 
 
 def test_a_coupled_draft_is_never_verified_by_rejection() -> None:

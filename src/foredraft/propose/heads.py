@@ -87,7 +87,8 @@ def load_head(
     if files.kind != "medusa":
         head = load_eagle(files, facts, dtype)
         rows = target_rows(facts, "lm_head", head.target_ids).to(dtype)
-        embedding = target_rows(facts, "embed", None)
+        own = files.tensors.get("embed_tokens.weight")
+        embedding = target_rows(facts, "embed", None) if own is None else own
         return EagleDraft(head.to(device), embedding.to(device, dtype), rows.to(device))
     heads, ids = load_medusa(files, facts, dtype), token_ids(files, facts)
     tree = files.own.get("tree")

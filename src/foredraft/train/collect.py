@@ -151,7 +151,9 @@ def _check_origin(path: Path, made_by: Mapping[str, Any]) -> None:
                 "and options, or remove them to collect anew"
             )
     else:
-        path.write_text(json.dumps(made_by), encoding="utf-8")
+        unfinished = path.with_suffix(".new")  # a kill leaves all of it or nothing
+        unfinished.write_text(json.dumps(made_by), encoding="utf-8")
+        unfinished.replace(path)
 
 
 def _load(path: Path) -> list[Answer]:
