@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import suppress
 from typing import Annotated
 
 import typer
 
 from foredraft.cli.arms import need_extra
+from foredraft.cli.options import listen
 from foredraft.cli.output import note
-from foredraft.errors import ConfigError
 
 
 def mock_server(
@@ -56,15 +55,7 @@ def mock_server(
         most=most,
         api_key=api_key,
     )
-    with _listen(host, port) as listener, suppress(KeyboardInterrupt):
+    with listen(host, port) as listener, suppress(KeyboardInterrupt):
         shown = f"[{host}]" if ":" in host else host
         note(f"{model} at http://{shown}:{listener.getsockname()[1]}; Ctrl-C ends")
         uvicorn.Server(uvicorn.Config(mock_app(truth), log_level="warning")).run(sockets=[listener])
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        raise ConfigError(f"{host}:{port} cannot be listened on: {error}; use another --port") from error

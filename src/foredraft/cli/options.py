@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -197,6 +198,18 @@ def check_draft(draft: str) -> None:
         f"--draft {draft!r} is unknown: use auto, none, {', '.join((*_LOOKUPS, *SHIPPED_KINDS))}, a "
         "directory, a model as --model takes it, or a draft and a lookup, as eagle+suffix"
     )
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take a port before anything is loaded, so that a taken one is told at once; raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"{host}:{port} cannot be listened on ({reason}): use another --host or --port"
+        ) from error
 
 
 def _tree(text: str) -> tuple[int, ...] | None:

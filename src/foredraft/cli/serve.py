@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from foredraft.cli.options import Loading, option, takes_options
+from foredraft.cli.options import Loading, listen, option, takes_options
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def serve(loading: Loading, address: Address, limits: Limits, capturing: Capturi
     config = _config(loading, address, limits, capturing)
     if address.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"--log-level {address.log_level!r} is unknown: use debug, info, warning or error")
-    with _listen(address.host, address.port) as listener:
+    with listen(address.host, address.port) as listener:
         _run(loading, address, limits, config, listener)
 
 
@@ -137,18 +137,6 @@ def _config(loading: Loading, address: Address, limits: Limits, capturing: Captu
         cors_origins=tuple(address.cors_origin),
         capture=capturing.config(),
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Take the port before the model is loaded, so that a taken one is told at once."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise ConfigError(
-            f"{host}:{port} cannot be listened on ({reason}): use another --host or --port"
-        ) from error
 
 
 def _run(
