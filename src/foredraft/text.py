@@ -14,17 +14,21 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from foredraft.errors import ConfigError, ModelError
+from foredraft.errors import CapacityError, ConfigError, ModelError
 
 Message = Mapping[str, Any]
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def encode_chat(
-    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    most: int | None = None,
 ) -> list[int]:
     """Return the prompt ids of a conversation, ready for the assistant's next turn. tools: as OpenAI gives
-    them, for a template that knows what they are.
+    them, for a template that knows what they are. most: as in `encode_text`.
 
     Raises ConfigError if the tokenizer has no chat template or the messages do not fit it.
     """
@@ -42,11 +46,13 @@ def encode_chat(
         )
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"the messages do not fit the model's chat template: {error}") from error
-    return encode_text(tokenizer, text, add_special_tokens=False)
+    return encode_text(tokenizer, text, most=most, add_special_tokens=False)
 
 
-def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
-    """Return the token ids of a text; raises ConfigError for what no tokenizer reads."""
+def encode_text(tokenizer: Any, text: str, *, most: int | None = None, **options: Any) -> list[int]:
+    """Return the token ids of a text; raises ConfigError for what no tokenizer reads, and CapacityError for a
+    text whose beginning alone has far more than `most` tokens: nobody waits for the rest to be read.
+    """
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -54,7 +60,21 @@ def encode_text(tokenizer: Any, text: str, **options: Any) -> list[int]:
             f"the text is no valid Unicode at character {error.start}, {text[error.start]!r}: give UTF-8 "
             "without halves of surrogate pairs"
         ) from None
+    if most is not None:
+        _check_length(tokenizer, text, most, options)
     return list(tokenizer.encode(text, **options))
+
+
+def _check_length(tokenizer: Any, text: str, most: int, options: Mapping[str, Any]) -> None:
+    size = 16 * most
+    while size < len(text):
+        tokens = len(tokenizer.encode(text[:size], **options))
+        if tokens > 2 * most:  # a cut changes the last few
+            raise CapacityError(
+                f"the prompt has more than {tokens} tokens, and with one token of answer at most {most} fit: "
+                "shorten it, or raise max_len"
+            )
+        size *= 4
 
 
 def encode_prompt(tokenizer: Any, prompt: str | Sequence[int]) -> list[int]:

@@ -233,7 +233,6 @@ def test_no_answer_shows_what_the_engine_went_through(name: str | None) -> None:
         max_examples=500 if THOROUGH else 12,
         stateful_step_count=50 if THOROUGH else 30,
         derandomize=not THOROUGH,
-        deadline=None,
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(lambda: EngineMachine(name), settings=found)

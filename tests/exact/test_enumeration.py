@@ -124,7 +124,7 @@ def scene_of(parents: tuple[int, ...], draw: str, vocab: int = 3, seed: int = 1,
     return Scene(parents, draw, random_law(vocab, seed, zeros), random_law(vocab, -seed, draft_zeros), vocab)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     shape=st.sampled_from([(0, 4), (1, 7), (2, 5), (2, 7), (3, 4), (3, 5), (4, 3), (5, 3)]),
     seed=st.integers(1, 10**6),
@@ -137,7 +137,7 @@ def test_drawn_trees_leave_the_law(shape: tuple[int, int], seed: int, draw: str,
     assert gap(scene_of(parents, draw, vocab, seed, zeros)) < 1e-9
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(
     count=st.integers(0, 12),
     vocab=st.integers(3, 7),

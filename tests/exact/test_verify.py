@@ -16,7 +16,7 @@ from foredraft.types import Draft, Draw, Verdict, chain
 from foredraft.verify import verify_exact, verify_greedy, verify_matched, verify_typical
 from foredraft.verify_batch import Job, verify_batch
 
-examples = settings(max_examples=150, deadline=None, derandomize=True)
+examples = settings(max_examples=150, derandomize=True)
 
 
 def emitted(draft: Draft, verdict: Verdict) -> list[int]:

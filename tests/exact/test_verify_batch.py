@@ -32,7 +32,7 @@ DEVICES = [
         ],
     ),
 ]
-examples = settings(max_examples=150, deadline=None, derandomize=True)
+examples = settings(max_examples=150, derandomize=True)
 
 
 def on(device: str, job: Job) -> Job:

@@ -17,14 +17,14 @@ from foredraft import SamplingParams
 from foredraft.errors import ConfigError
 from foredraft.measure.engine_arm import params_of
 from foredraft.rows import read_rows, request_bodies
-from foredraft.server.capture import REDACTED, Capture
+from foredraft.server.capture import REDACTED, Capture, open_capture
 from foredraft.server.config import CaptureConfig
 from foredraft.server.metrics import Metrics
 
 CHILD = """
 import sys
 from pathlib import Path
-from foredraft.server.capture import Capture
+from foredraft.server.capture import open_capture, Capture
 from foredraft.server.config import CaptureConfig
 from foredraft.server.metrics import Metrics
 capture = Capture(CaptureConfig(Path(sys.argv[1])), Metrics("m"))
@@ -134,6 +134,7 @@ def test_a_kill_costs_at_most_the_last_line(tmp_path: Path) -> None:
         child.stdout.readline()
         time.sleep(0.4)
         os.kill(child.pid, signal.SIGKILL)
+    os.close(open_capture(path))  # the next start
     assert len(_lines(path)) > 10
 
 

@@ -20,7 +20,6 @@ def test_no_request_breaks_the_server(server: Any) -> None:
         @given(case=operation.as_strategy())
         @settings(
             max_examples=CASES,
-            deadline=None,
             derandomize=True,
             phases=[Phase.generate],
             suppress_health_check=list(HealthCheck),

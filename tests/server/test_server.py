@@ -19,6 +19,7 @@ import pytest
 
 from foredraft.errors import ConfigError
 from foredraft.measure.acceptance import from_counters, parse_metrics
+from foredraft.server.answers import Choice
 from foredraft.server.config import ServeConfig, read_keys
 from foredraft.server.service import Service
 
@@ -371,6 +372,95 @@ def test_health_is_bad_as_long_as_every_step_fails(
                 assert server.http.get("/health").status_code == 503
         assert server.chat().status_code == 200
         assert server.http.get("/health").status_code == 200
+
+
+def held_up(server: Any, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have the server's preparation of prompts wait for an event."""
+    may, prepare = threading.Event(), server.service._preparer.chat
+
+    def wait(body: Any) -> Any:
+        may.wait(10)
+        return prepare(body)
+
+    monkeypatch.setattr(server.service._preparer, "chat", wait)
+    return may
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_that_is_prepared_has_a_place_and_a_deadline(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    with serve(max_seqs=1, max_queue=0, deadline_s=0.5) as server:
+        may = held_up(server, monkeypatch)
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(server.chat(stream=stream)))
+        thread.start()
+        while not server.service._places:
+            time.sleep(0.01)
+        assert server.chat().status_code == 429
+        thread.join()
+        assert answers[0].status_code == 504
+        assert server.idle()
+        may.set()
+        assert server.chat().status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_while_its_prompt_is_prepared(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    with serve() as server:
+        may = held_up(server, monkeypatch)
+        with pytest.raises(httpx2.ReadTimeout):
+            server.http.post(CHAT, json=LONG | {"stream": stream}, timeout=0.2)
+        assert server.idle()
+        may.set()
+        assert server.chat().status_code == 200
+
+
+def test_shutdown_waits_for_a_prompt_that_is_prepared(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers: list[Any] = []
+    with serve() as server:
+        may = held_up(server, monkeypatch)
+        body = {"messages": MESSAGES, "max_tokens": 12}
+        thread = threading.Thread(target=lambda: answers.append(httpx2.post(server.url + CHAT, json=body)))
+        thread.start()
+        while not server.service._places:
+            time.sleep(0.01)
+        threading.Timer(0.3, may.set).start()
+    thread.join()
+    assert answers[0].status_code == 200
+
+
+def test_a_prompt_that_never_fits_is_not_read_whole(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    tokenizer = server.service._preparer._tokenizer
+    encode = tokenizer.encode
+    monkeypatch.setattr(tokenizer, "encode", lambda text, **o: read.append(len(text)) or encode(text, **o))
+    long = "the cat sat on the mat. " * 100_000
+    bodies: list[tuple[str, Any]] = [
+        (CHAT, {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/completions", {"prompt": ["the cat", long]}),
+    ]
+    for path, body in bodies:
+        answer = server.post(path, body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "context_length_exceeded"
+        assert "at most 2048 fit" in answer.json()["error"]["message"]
+    assert max(read) < 200_000
+
+
+def test_a_fault_within_a_stream_ends_it(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Any, output: Any) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Choice, "take", broken)
+    with server.http.stream("POST", CHAT, json=LONG | {"stream": True}) as response:
+        lines = [line for line in response.iter_lines() if line]
+    assert "has a bug" in json.loads(lines[-2].removeprefix("data: "))["error"]["message"]
+    assert lines[-1] == "data: [DONE]"
 
 
 def test_draining_waits_for_what_joins_in() -> None:

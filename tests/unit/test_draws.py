@@ -42,7 +42,7 @@ def test_a_law_of_one_token_is_followed() -> None:
     assert set(draws_of(law, 500).tolist()) == {131}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     seed=st.integers(0, 2**32),
     vocab=st.sampled_from([1, 2, 127, 128, 129, 1000]),

@@ -13,7 +13,7 @@ from foredraft.errors import CapacityError
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 8 * BLOCK)), max_size=60))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pool_keeps_its_books(moves: list[tuple[int, int]]) -> None:
     pool = BlockPool(12)
     tables = [BlockTable() for _ in range(5)]

@@ -14,7 +14,7 @@ from foredraft.errors import ConfigError
 from foredraft.sampling import penalize, to_laws
 from foredraft.types import SamplingParams
 
-examples = settings(max_examples=150, deadline=None, derandomize=True)
+examples = settings(max_examples=150, derandomize=True)
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Tensor:

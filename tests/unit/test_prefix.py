@@ -208,7 +208,7 @@ class Owner:
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3), TEXTS), max_size=50))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_pool_keeps_its_books_of_shared_blocks(moves: list[tuple[int, int, str]]) -> None:
     pool, owners = BlockPool(9), [Owner() for _ in range(5)]
     held: dict[int, bytes] = {}  # what was last written to each block, by key
@@ -263,7 +263,6 @@ def fill(pool: BlockPool, owner: Owner, blocks: int, held: dict[int, bytes]) -> 
     st.lists(st.integers(0, 1), max_size=3 * BLOCK),
     st.integers(0, 3 * BLOCK),
 )
-@settings(deadline=None)
 def test_keys_are_equal_where_all_the_text_up_to_there_is(
     one: list[int], other: list[int], shared: int
 ) -> None:

@@ -17,7 +17,7 @@ from foredraft.sampling import forbid, to_laws, widen
 from foredraft.types import SamplingParams
 
 NO_IDS = torch.empty(0, dtype=torch.int64)
-examples = settings(max_examples=150, deadline=None, derandomize=True)
+examples = settings(max_examples=150, derandomize=True)
 
 
 def random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Tensor:

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foredraft.errors import ConfigError, ModelError
-from foredraft.text import Detokenizer, TextStream, encode_chat
+from foredraft.errors import CapacityError, ConfigError, ModelError
+from foredraft.text import Detokenizer, TextStream, encode_chat, encode_text
 from tiny_tokenizers import CORPUS, TEMPLATE, byte_level, sentencepiece, word_suffix
 
 
@@ -216,3 +216,15 @@ def test_malformed_messages_are_refused(messages: Any, message: str) -> None:
 def test_a_tokenizer_without_template_is_refused() -> None:
     with pytest.raises(ConfigError, match="no chat template"):
         encode_chat(sentencepiece(), [{"role": "user", "content": "x"}])
+
+
+@pytest.mark.parametrize("tokenizer", [byte_level(), sentencepiece()])
+@pytest.mark.parametrize("length", [10, 399, 400, 1600, 1700, 3000])
+def test_only_texts_that_never_fit_are_refused_unread(tokenizer: Any, length: int) -> None:
+    text = ("the cat sat on the mat " * 150)[:length]
+    tokens = encode_text(tokenizer, text)
+    if length <= 1600 or len(tokens) <= 100:
+        assert encode_text(tokenizer, text, most=100) == tokens
+    else:
+        with pytest.raises(CapacityError, match="at most 100 fit"):
+            encode_text(tokenizer, text, most=100)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foredraft.tree import ancestor_mask, children, depths, is_chain, path_to, prune_best
 
-examples = settings(max_examples=150, deadline=None, derandomize=True)
+examples = settings(max_examples=150, derandomize=True)
 
 
 @st.composite

@@ -22,7 +22,7 @@ from foredraft.llm import LLM
 from foredraft.server.answers import TokenTexts
 from foredraft.server.capture import Capture
 from foredraft.server.config import ServeConfig
-from foredraft.server.errors import ApiError, invalid, unreadable
+from foredraft.server.errors import ApiError, bug, invalid, unreadable
 from foredraft.server.gate import Gate
 from foredraft.server.grammar import GrammarMaker
 from foredraft.server.metrics import Metrics
@@ -102,8 +102,8 @@ def _handle_errors(app: FastAPI) -> None:
         return ApiError(error.status_code, str(error.detail), headers=error.headers).response()
 
     @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> JSONResponse:
-        return ApiError(500, "the server has a bug; its log has the details").response()
+    async def fault(request: Request, error: Exception) -> JSONResponse:
+        return bug().response()
 
 
 def _add_routes(app: FastAPI, service: Service, draft: str) -> None:

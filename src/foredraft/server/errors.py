@@ -56,6 +56,11 @@ def refused(error: Exception, param: str | None = None) -> ApiError:
     return ApiError(400, str(error), param=param, code=code)
 
 
+def bug() -> ApiError:
+    """Return a fault of ours as an answer."""
+    return ApiError(500, "the server has a bug; its log has the details")
+
+
 def unreadable(reason: str) -> ApiError:
     """Return that a body cannot be parsed as an answer."""
     return ApiError(400, f"the body is no JSON: {reason}")

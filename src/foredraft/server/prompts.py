@@ -50,6 +50,17 @@ class Prepared:
     calls: bool = False
 
 
+def count_answers(body: ChatRequest | CompletionRequest) -> int:
+    """Return how many answers a request asks for; raises ApiError for more than one request may."""
+    n = body.n or 1
+    if isinstance(body, ChatRequest):
+        return n
+    prompts = len(_parts(body.prompt))
+    if prompts * n > MAX_PROMPTS:
+        raise ApiError(400, f"{prompts} prompts and n={n} ask for more than {MAX_PROMPTS} answers")
+    return prompts * n
+
+
 class Preparer:
     """Knows the model's tokenizer and limits. Used by one thread at a time."""
 
@@ -78,24 +89,19 @@ class Preparer:
         template = str(getattr(self._tokenizer, "chat_template", ""))
         if "tools" in template and CALL_BEGIN.strip() in template:
             known = [_native(index, message) for index, message in enumerate(messages)]
-            return encode_chat(self._tokenizer, known, [tool.model_dump(exclude_none=True) for tool in tools])
-        return encode_chat(self._tokenizer, _messages(messages, tools))
+            said = [tool.model_dump(exclude_none=True) for tool in tools]
+            return encode_chat(self._tokenizer, known, said, most=self._max_len)
+        return encode_chat(self._tokenizer, _messages(messages, tools), most=self._max_len)
 
     def completion(self, body: CompletionRequest) -> Prepared:
         """Prepare a text completion; raises ApiError or a ForedraftError."""
-        prompts = self._prompts(body.prompt)
-        n = body.n or 1
-        if len(prompts) * n > MAX_PROMPTS:
-            raise ApiError(400, f"{len(prompts)} prompts and n={n} ask for more than {MAX_PROMPTS} answers")
+        prompts = [
+            encode_text(self._tokenizer, part, most=self._max_len) if isinstance(part, str) else list(part)
+            for part in _parts(body.prompt)
+        ]
         limit = self._limit(body.max_tokens, body.min_tokens, 16)
         params = _params(body, limit, body.logprobs)
-        return Prepared(_answers(prompts, params, n, None), sum(len(prompt) for prompt in prompts))
-
-    def _prompts(self, prompt: str | Sequence[Any]) -> list[list[int]]:
-        parts: list[Any] = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else list(prompt)
-        if not parts:
-            raise ApiError(400, "prompt is empty: give a text or token ids", param="prompt")
-        return [encode_text(self._tokenizer, p) if isinstance(p, str) else list(p) for p in parts]
+        return Prepared(_answers(prompts, params, body.n or 1, None), sum(len(prompt) for prompt in prompts))
 
     def _limit(self, wanted: int | None, least: int | None, default: int) -> int:
         """Return the longest answer; the engine ends each where its own context does."""
@@ -125,8 +131,13 @@ class Preparer:
         return None
 
 
-def _is_ids(prompt: Sequence[Any]) -> bool:
-    return bool(prompt) and isinstance(prompt[0], int)
+def _parts(prompt: str | Sequence[Any]) -> Sequence[Any]:
+    """Return the prompts of a text completion, each a text or token ids."""
+    if isinstance(prompt, str) or (prompt and isinstance(prompt[0], int)):
+        return [prompt]
+    if not prompt:
+        raise ApiError(400, "prompt is empty: give a text or token ids", param="prompt")
+    return prompt
 
 
 def _params(body: ChatRequest | CompletionRequest, limit: int, logprobs: int | None) -> SamplingParams:

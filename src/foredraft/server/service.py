@@ -21,7 +21,7 @@ from foredraft.server.capture import Capture
 from foredraft.server.config import ServeConfig
 from foredraft.server.errors import ApiError, refused
 from foredraft.server.metrics import Metrics
-from foredraft.server.prompts import Prepared, Preparer
+from foredraft.server.prompts import Prepared, Preparer, count_answers
 from foredraft.server.schemas import ChatRequest, CompletionRequest
 from foredraft.server.streams import ClientGone, Emit, EventStream, unless_gone, until
 from foredraft.server.worker import EngineFailed, Ticket, Worker
@@ -54,7 +54,7 @@ class Service:
         self.config, self.worker, self.metrics, self.capture = config, worker, metrics, capture
         self._preparer, self._texts = preparer, texts
         self._prepare = ThreadPoolExecutor(1, "prepare")  # one: a tokenizer serves one thread at a time
-        self._places = 0  # answers that wait or run
+        self._places = 0  # answers that are prepared, wait or run
         self._seconds = 1.0  # that an answer takes, a running mean
         self._active: set[asyncio.Task[Any]] = set()
         self.draining = False
@@ -63,14 +63,13 @@ class Service:
         """Answer a chat or text completion; raises ApiError."""
         self._check(body)
         deadline = time.monotonic() + self.config.deadline_s
-        prepared = await self._prepared(body)
-        request.state.log["prompt_tokens"] = prepared.prompt_tokens
-        if body.stream:
-            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            return await EventStream.begin(self._stream(request, body, prepared, ready), ready, deadline)
-        work = self._whole(request, body, prepared)
         try:
-            response: Response = await unless_gone(request.receive, until(deadline, work))
+            if body.stream:
+                ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                work = self._stream(request, body, ready)
+                return await EventStream.begin(work, ready, deadline, request.receive)
+            whole = until(deadline, self._whole(request, body))
+            response: Response = await unless_gone(request.receive, whole)
             return response
         except ClientGone:
             return Response(status_code=499)
@@ -129,12 +128,16 @@ class Service:
             after = min(60.0, max(1.0, rounds * self._seconds))
             raise self._reject("queue_full", 429, f"{self._places} answers wait or run, {most} may", after)
         self._places += count
-        start = time.monotonic()
+        start, counts = time.monotonic(), True
         try:
             yield
+        except ApiError:
+            counts = False  # nothing was written
+            raise
         finally:
             self._places -= count
-            self._seconds += 0.1 * (time.monotonic() - start - self._seconds)
+            if counts:
+                self._seconds += 0.1 * (time.monotonic() - start - self._seconds)
 
     @contextmanager
     def _tracked(self) -> Iterator[None]:
@@ -150,12 +153,13 @@ class Service:
         self,
         request: Request,
         body: ChatRequest | CompletionRequest,
-        prepared: Prepared,
         on_start: Callable[[Running], None],
         on_output: Callable[[Running, Choice, StepOutput], Awaitable[None]],
     ) -> Running:
         """Write all answers of a request; whatever happens, none is left behind in the engine."""
-        with self._admitted(len(prepared.asked)), self._tracked():
+        with self._admitted(count_answers(body)), self._tracked():
+            prepared = await self._prepared(body)
+            request.state.log["prompt_tokens"] = prepared.prompt_tokens
             running = self._running(request, body, prepared)
             self.worker.submit(running.ticket)
             try:
@@ -212,29 +216,23 @@ class Service:
                     400, f"the grammar is too complex: {asked.grammar.error}", param="response_format"
                 )
 
-    async def _whole(
-        self, request: Request, body: ChatRequest | CompletionRequest, prepared: Prepared
-    ) -> Response:
+    async def _whole(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
         async def take(running: Running, choice: Choice, output: StepOutput) -> None:
             choice.take(output)
 
-        running = await self._run(request, body, prepared, lambda running: None, take)
+        running = await self._run(request, body, lambda running: None, take)
         kind = "chat.completion" if isinstance(body, ChatRequest) else "text_completion"
         return JSONResponse(
             {
                 "object": kind,
                 **running.head,
                 "choices": [choice.whole() for choice in running.choices],
-                **answers.closing(prepared.prompt_tokens, running.choices),
+                **answers.closing(running.prepared.prompt_tokens, running.choices),
             }
         )
 
     def _stream(
-        self,
-        request: Request,
-        body: ChatRequest | CompletionRequest,
-        prepared: Prepared,
-        ready: asyncio.Future[None],
+        self, request: Request, body: ChatRequest | CompletionRequest, ready: asyncio.Future[None]
     ) -> Callable[[Emit], Coroutine[Any, Any, None]]:
         chat = isinstance(body, ChatRequest)
         kind = "chat.completion.chunk" if chat else "text_completion"
@@ -256,12 +254,12 @@ class Service:
                 closing = unfinished
                 # No further chunk, unless asked for: many clients take every chunk to have a choice.
                 if asked_usage is None and all(each.finish for each in running.choices):
-                    closing = answers.closing(prepared.prompt_tokens, running.choices)
+                    closing = answers.closing(running.prepared.prompt_tokens, running.choices)
                 await emit({"object": kind, **running.head, "choices": [chunk], **closing, **traced})
 
-            running = await self._run(request, body, prepared, start, take)
+            running = await self._run(request, body, start, take)
             if asked_usage:
-                closing = answers.closing(prepared.prompt_tokens, running.choices)
+                closing = answers.closing(running.prepared.prompt_tokens, running.choices)
                 await emit({"object": kind, **running.head, "choices": [], **closing})
 
         return write
@@ -270,7 +268,7 @@ class Service:
         """Take no new requests; give those that run `grace_s` seconds, then end them."""
         self.draining = True
         end = time.monotonic() + grace_s
-        while self._active and (left := end - time.monotonic()) > 0:  # those that were prepared join in
+        while self._active and (left := end - time.monotonic()) > 0:
             await asyncio.wait(self._active, timeout=left)
         for task in self._active:
             task.cancel("shutdown")

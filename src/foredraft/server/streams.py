@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from foredraft.server.errors import ApiError
+from foredraft.server.errors import ApiError, bug
+
+_log = logging.getLogger(__name__)
 
 Emit = Callable[[dict[str, Any]], Awaitable[None]]
 
@@ -33,7 +36,7 @@ async def until(deadline: float, work: Coroutine[Any, Any, Response]) -> Respons
         raise
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Any]) -> Any:
+async def unless_gone(receive: Receive, work: Awaitable[Any]) -> Any:
     """Run `work` as long as the client stays; raises ClientGone when it leaves."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_gone(receive))
@@ -67,14 +70,18 @@ class EventStream(Response):
 
     @classmethod
     async def begin(
-        cls, write: Callable[[Emit], Coroutine[Any, Any, None]], ready: asyncio.Future[None], deadline: float
+        cls,
+        write: Callable[[Emit], Coroutine[Any, Any, None]],
+        ready: asyncio.Future[None],
+        deadline: float,
+        receive: Receive,
     ) -> EventStream:
-        """Start the work; return once the engine has taken it, or raise what it raised before."""
+        """Start the work; return once the engine has taken it, or raise what came before: ClientGone, too."""
         stream = cls()
         stream._deadline = deadline
         stream._work = asyncio.ensure_future(stream._produce(write, ready))
         try:
-            await ready
+            await unless_gone(receive, ready)
         except BaseException:
             stream._work.cancel()
             raise
@@ -95,11 +102,12 @@ class EventStream(Response):
                 ready.set_exception(told)
                 return
             await self._events.put(told.body)
-        except BaseException as error:
+        except Exception as error:
             if not ready.done():
                 ready.set_exception(error)
                 return
-            raise
+            _log.exception("a stream broke")
+            await self._events.put(bug().body)
         await self._events.put(None)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

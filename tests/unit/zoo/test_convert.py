@@ -21,7 +21,6 @@ from unit.zoo.conftest import Recipe, tiny_llama, tokens, write_gguf
 
 FUZZ = settings(
     max_examples=300,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
     database=None,
 )
