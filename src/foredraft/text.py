@@ -49,6 +49,15 @@ def encode_chat(
     return encode_text(tokenizer, text, most=most, add_special_tokens=False)
 
 
+def shows_system(tokenizer: Any) -> bool:
+    """True if the chat template knows system messages: some refuse or drop them."""
+    messages = [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "Hello"}]
+    try:
+        return "Be terse." in tokenizer.apply_chat_template(messages, tokenize=False)
+    except (TemplateError, TypeError, ValueError, KeyError):
+        return False
+
+
 def encode_text(tokenizer: Any, text: str, *, most: int | None = None, **options: Any) -> list[int]:
     """Return the token ids of a text; raises ConfigError for what no tokenizer reads, and CapacityError for a
     text whose beginning alone has far more than `most` tokens: nobody waits for the rest to be read.

@@ -13,7 +13,10 @@ import torch
 
 import tiny_models
 from foredraft import LLM, SamplingParams
+from foredraft.server.errors import ApiError
 from foredraft.server.grammar import GrammarMaker
+from foredraft.server.prompts import _schema
+from foredraft.server.schemas import Tool
 from tiny_tokenizers import byte_level
 
 SCHEMA: Any = {
@@ -146,3 +149,38 @@ def test_a_limit_ends_an_answer_only_if_it_is_reached_by_what_was_emitted(
             assert bool(grammar.error) == (place == end)
         guessing.advance(text[place : place + 1])
         other.advance(text[place : place + 1])
+
+
+def make_tool(name: str, **parameters: Any) -> Tool:
+    schema = {"type": "object", "required": ["a"], "additionalProperties": False, **parameters}
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+
+
+def test_references_in_the_parameters_of_a_tool_are_its_own() -> None:
+    letter, whole = {"x": {"enum": ["p", "q"]}}, {"x": {"type": "integer"}}
+    again = {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/properties/a"}}
+    tools = [
+        make_tool("tree", properties={"a": whole["x"], "kids": {"type": "array", "items": {"$ref": "#"}}}),
+        make_tool("letters", properties=again, **{"$defs": letter}),
+        make_tool("numbers", properties=again, **{"$defs": whole}),
+    ]
+    tokenizer = byte_level()
+    grammar = GrammarMaker(tokenizer, len(tokenizer), frozenset({1})).calls(_schema(tools), required=True)
+
+    def fits(name: str, arguments: Any) -> bool:
+        call = json.dumps({"name": name, "arguments": arguments})
+        walked = grammar.fork()
+        for token in tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>", add_special_tokens=False):
+            if not walked.allowed([[]])[0, token]:
+                return False
+            walked.advance([token])
+        return bool(walked.allowed([[]])[0, 1])
+
+    assert fits("tree", {"a": 1, "kids": [{"a": 2}, {"a": 3, "kids": []}]})
+    assert not fits("tree", {"a": 1, "kids": [{"b": 2}]})
+    assert fits("letters", {"a": "p", "b": "q"})
+    assert not fits("letters", {"a": "p", "b": 1})
+    assert fits("numbers", {"a": 1, "b": 2})
+    assert not fits("numbers", {"a": "p"})
+    with pytest.raises(ApiError, match="two functions named tree"):
+        _schema([tools[0], tools[0]])

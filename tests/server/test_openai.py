@@ -332,6 +332,35 @@ def test_templates_that_know_tools_are_told_of_them() -> None:
         preparer.chat(ChatRequest.model_validate(body))
 
 
+def test_templates_that_know_neither_system_nor_tools() -> None:
+    alternating = (
+        "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+        "{{ raise_exception('roles must alternate user and assistant') }}{% endif %}"
+        "<{{ m.role }}>{{ m.content }}{% endfor %}"
+    )
+    call = {"id": "1", "type": "function", "function": {"name": "move", "arguments": '{"x": 1}'}}
+    body = {
+        "messages": [
+            {"role": "user", "content": "go"},
+            {"role": "assistant", "content": None, "tool_calls": [call, call]},
+            {"role": "tool", "tool_call_id": "1", "content": "moved"},
+            {"role": "tool", "tool_call_id": "1", "content": "again"},
+            {"role": "user", "content": "thanks"},
+        ],
+        "tools": [TOOL],
+    }
+    (asked,) = make_preparer(alternating, max_len=4096).chat(ChatRequest.model_validate(body)).asked
+    said = byte_level().decode(asked.prompt)
+    assert said.startswith("<user>You can call these functions")
+    assert said.split("<assistant>")[0].endswith("</tool_call>\n\ngo")
+    assert said.endswith(
+        "<user><tool_response>\nmoved\n</tool_response>\n<tool_response>\nagain\n</tool_response>\nthanks"
+    )
+    body["messages"] = [{"role": "system", "content": "be brief"}, *body["messages"]]  # type: ignore[misc]
+    with pytest.raises(ConfigError, match="roles must alternate"):
+        make_preparer(alternating, max_len=4096).chat(ChatRequest.model_validate(body))
+
+
 @pytest.mark.parametrize("tools", ["", "{% if tools %}<tool_call>{% endif %}"])
 def test_a_template_sees_names(tools: str) -> None:
     said = "{% for m in messages %}{{ m.role }} {{ m.name or '-' }}:{{ m.content }}|{% endfor %}"

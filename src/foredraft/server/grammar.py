@@ -34,14 +34,16 @@ class GrammarMaker:
     def json(self, schema: dict[str, Any]) -> MatcherGrammar:
         """Return the grammar of the JSON values that fit a schema; raises ConfigError."""
         options: Any = {"whitespace_pattern": _SPACE}
-        return self._made(llguidance.LLMatcher.grammar_from_json_schema(_text(schema), defaults=options))
+        return self._made(
+            llguidance.LLMatcher.grammar_from_json_schema(schema_text(schema), defaults=options)
+        )
 
     def calls(self, schema: dict[str, Any], *, required: bool) -> MatcherGrammar:
         """Return the grammar of one tool call that fits a schema or, unless it is required, of free text.
 
         A call stands between <tool_call> lines; free text is any text that does not begin with such a line.
         """
-        options = _text({"x-guidance": {"whitespace_pattern": _SPACE}} | schema)
+        options = schema_text({"x-guidance": {"whitespace_pattern": _SPACE}} | schema)
         call = f"{json.dumps(CALL_BEGIN)} call {json.dumps(CALL_END)}"
         text = r"/(?s:.*)/ & ~/<tool_call>\n(?s:.*)/"
         start = call if required else f"FREE | {call}"
@@ -159,7 +161,8 @@ class MatcherGrammar:
         _log.warning("a grammar gave up: %s", self.error)
 
 
-def _text(schema: dict[str, Any]) -> str:
+def schema_text(schema: dict[str, Any]) -> str:
+    """Return a schema as JSON; raises ConfigError."""
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:

@@ -10,7 +10,7 @@ from typing import Any
 
 from foredraft.errors import ConfigError
 from foredraft.server.errors import ApiError
-from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker, MatcherGrammar
+from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker, MatcherGrammar, schema_text
 from foredraft.server.schemas import (
     ChatRequest,
     CompletionRequest,
@@ -20,7 +20,7 @@ from foredraft.server.schemas import (
     NamedTool,
     Tool,
 )
-from foredraft.text import encode_chat, encode_text
+from foredraft.text import encode_chat, encode_text, shows_system
 from foredraft.types import MAX_SEED, SamplingParams
 
 MAX_PROMPTS = 64
@@ -69,6 +69,7 @@ class Preparer:
     ) -> None:
         self._tokenizer, self._grammars = tokenizer, grammars
         self._max_len, self._max_tokens = max_len, max_tokens
+        self._system = shows_system(tokenizer)
 
     def chat(self, body: ChatRequest) -> Prepared:
         """Prepare a chat completion; raises ApiError or a ForedraftError."""
@@ -91,7 +92,7 @@ class Preparer:
             known = [_native(index, message) for index, message in enumerate(messages)]
             said = [tool.model_dump(exclude_none=True) for tool in tools]
             return encode_chat(self._tokenizer, known, said, most=self._max_len)
-        return encode_chat(self._tokenizer, _messages(messages, tools), most=self._max_len)
+        return encode_chat(self._tokenizer, _messages(messages, tools, self._system), most=self._max_len)
 
     def completion(self, body: CompletionRequest) -> Prepared:
         """Prepare a text completion; raises ApiError or a ForedraftError."""
@@ -184,19 +185,16 @@ def _schema(tools: Sequence[Tool]) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
+        name = tool.function.name
         arguments = {"type": "object", **(tool.function.parameters or {})}
-        if arguments["type"] != "object":
-            name, kind = tool.function.name, arguments["type"]
+        if name in definitions:
+            raise ApiError(400, f"tools has two functions named {name}: rename one", param="tools")
+        if (kind := arguments["type"]) != "object":
             raise ApiError(400, f"the parameters of {name} have type {kind!r}: use object", param="tools")
-        for key in ("$defs", "definitions"):
-            own = arguments.pop(key, {})
-            known = definitions.setdefault(key, {}) if own else {}
-            if not isinstance(own, dict) or any(
-                known.get(name, entry) != entry for name, entry in own.items()
-            ):
-                raise ApiError(400, f"tools define {key} differently: rename what differs", param="tools")
-            known.update(own)
-        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
+        place = f"#/$defs/{name}"  # whose references to itself, as "#", are of this place then
+        moved = schema_text(arguments).replace('"$ref": "#', f'"$ref": "{place}')
+        definitions[name] = json.loads(moved)
+        properties = {"name": {"const": name}, "arguments": {"$ref": place}}
         calls.append(
             {
                 "type": "object",
@@ -205,21 +203,33 @@ def _schema(tools: Sequence[Tool]) -> dict[str, Any]:
                 "additionalProperties": False,
             }
         )
-    return {"anyOf": calls, **definitions}
+    return {"anyOf": calls, "$defs": definitions}
 
 
-def _messages(messages: Sequence[Message], tools: Sequence[Tool]) -> list[dict[str, str]]:
-    """Return the conversation as plain texts; tools are told in the first system message."""
-    turns = [_turn(index, message) for index, message in enumerate(messages)]
+def _messages(messages: Sequence[Message], tools: Sequence[Tool], system: bool) -> list[dict[str, str]]:
+    """Return the conversation as plain texts. Tools are told in the first system message or, where the
+    template knows none, in the first turn of the user; their results are turns of the user.
+    """
+    turns: list[dict[str, str]] = []
+    for index, message in enumerate(messages):
+        turn = _turn(index, message)
+        beside_result = message.role == "tool" or (index and messages[index - 1].role == "tool")
+        if beside_result and turns and turn["role"] == turns[-1]["role"] == "user":
+            turns[-1]["content"] += f"\n{turn['content']}"  # many templates want the roles to alternate
+        else:
+            turns.append(turn)
     if tools:
         functions = "\n".join(
             json.dumps(tool.function.model_dump(exclude_none=True, exclude={"strict"})) for tool in tools
         )
         said = _TOOLS.format(functions=functions)
-        if turns[0]["role"] == "system":
+        role = "system" if system else "user"
+        if turns[0]["role"] != role:
+            turns.insert(0, {"role": role, "content": said})
+        elif system:
             turns[0]["content"] += f"\n\n{said}"
         else:
-            turns.insert(0, {"role": "system", "content": said})
+            turns[0]["content"] = f"{said}\n\n{turns[0]['content']}"
     return turns
 
 
