@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from functools import partial
+from itertools import chain
 from typing import Literal
 
 import numpy as np
@@ -63,27 +64,41 @@ def penalize(
         return logits
     logits = logits.to(torch.float32, copy=True)
     vocab = logits.shape[-1]
-    ids = partial(torch.tensor, dtype=torch.int64, device=logits.device)
-    # (row, token) of all that was emitted; repeats do no harm below, as they write one value several times.
-    emitted = (
-        ids([row for row, output in enumerate(outputs) for _ in output]),
-        ids([token for output in outputs for token in output]),
-    )
     if params.repetition_penalty != 1:
-        prompt = ids(prompt_ids)
-        prompt = prompt[prompt < vocab]  # a tokenizer may know ids that the head does not
-        every_row = torch.arange(len(outputs), device=logits.device)
-        rows = torch.cat([every_row.repeat_interleave(len(prompt)), emitted[0]])
-        seen = (rows, torch.cat([prompt.repeat(len(outputs)), emitted[1]]))
-        old = logits[seen]
-        logits[seen] = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
+        # A tokenizer may know ids that the head does not.
+        prompt = [token for token in prompt_ids if token < vocab]
+        tokens, counts = _counted(prompt, outputs, logits.device)
+        old = logits[:, tokens]
+        less = torch.where(old < 0, old * params.repetition_penalty, old / params.repetition_penalty)
+        logits[:, tokens] = torch.where(counts > 0, less, old)
     if _counts_output(params):
-        counts = torch.zeros_like(logits).index_put_(emitted, logits.new_ones(()), accumulate=True)
-        logits[emitted] -= params.frequency_penalty * counts[emitted] + params.presence_penalty
+        tokens, counts = _counted([], outputs, logits.device)
+        less = params.frequency_penalty * counts + params.presence_penalty
+        logits[:, tokens] -= torch.where(counts > 0, less, 0.0)
     if short:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        ids = partial(torch.tensor, dtype=torch.int64, device=logits.device)
         logits[ids(short)[:, None], ids([token for token in ends if token < vocab])] = -torch.inf
     return logits
+
+
+def _counted(
+    before: Sequence[int], outputs: Sequence[Sequence[int]], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the tokens of all texts, int64 [tokens], and how often each text has each, float32 [outputs,
+    tokens]. A text is `before` and an output; what the outputs begin with alike is counted once for all.
+    """
+    length = min(map(len, outputs))
+    if any(list(output[:length]) != list(outputs[0][:length]) for output in outputs):
+        length = 0
+    rest = [output[length:] for output in outputs]
+    shared = [*before, *outputs[0][:length]]
+    tokens, places = np.unique(np.array([*shared, *chain(*rest)], dtype=np.int64), return_inverse=True)
+    counts = np.zeros((len(outputs), len(tokens)), dtype=np.float32)
+    counts += np.bincount(places[: len(shared)], minlength=len(tokens))
+    rows = np.repeat(np.arange(len(outputs)), [len(tail) for tail in rest])
+    np.add.at(counts, (rows, places[len(shared) :]), 1)
+    return torch.from_numpy(tokens).to(device), torch.from_numpy(counts).to(device)
 
 
 def add_bias(logits: Tensor, params: SamplingParams) -> Tensor:
