@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from accelerate.utils import DistributedType
-from torch import nn
+from torch import Tensor, nn
 
 import tiny_tokenizers
 from foredraft.errors import ConfigError
@@ -21,7 +22,7 @@ from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
 from foredraft.train import processes
 from foredraft.train.collect import Answer
 from foredraft.train.data import Batch, stack
-from foredraft.train.eagle import EagleLoss
+from foredraft.train.eagle import DECAY, EagleLoss
 from foredraft.train.medusa import MedusaLoss
 
 WIDTH, VOCAB = 16, 40
@@ -38,10 +39,12 @@ def batch_of(*lengths: int) -> Batch:
     return stack(answers, torch.randn(first, 2 * WIDTH, generator=generator).bfloat16())
 
 
-def eagle_loss() -> EagleLoss:
+def eagle_loss(draft_vocab: int = VOCAB, residual: bool = False, floor: float = 0.01) -> EagleLoss:
     torch.manual_seed(0)
-    head = EagleLayer(EagleConfig(WIDTH, 24, 2, 1, 8, VOCAB, VOCAB, (1,)))
-    return EagleLoss(head, torch.randn(VOCAB, WIDTH), torch.randn(VOCAB, WIDTH), levels=4)
+    shape = EagleConfig(WIDTH, 24, 2, 1, 8, VOCAB, draft_vocab, (1,), norm_before_residual=residual)
+    head = EagleLayer(shape)
+    head.set_vocabulary(torch.randperm(VOCAB)[:draft_vocab])
+    return EagleLoss(head, torch.randn(VOCAB, WIDTH), torch.randn(VOCAB, WIDTH), levels=4, floor=floor)
 
 
 def medusa_loss() -> MedusaLoss:
@@ -60,6 +63,57 @@ def test_guesses_that_nothing_judges_cost_nothing(loss: nn.Module, lengths: tupl
     for name, parameter in loss.named_parameters():
         assert parameter.grad is not None, name
         assert torch.isfinite(parameter.grad).all(), name
+
+
+def alone(loss: EagleLoss, batch: Batch, answer: int, start: int) -> list[tuple[Tensor, bool]]:
+    """The loss of each level from one place, and whether its guess is right, one token after the other."""
+    head, ids, found = loss.head, batch.ids[answer], list[tuple[Tensor, bool]]()
+    states, out, keys, values, chance = batch.states[answer].float(), torch.zeros(0), [], [], 1.0
+    for row in range(1, int(batch.rows[answer])):
+        feature = head.fuse(states[row - 1 : row, :WIDTH]) if row <= start else out
+        x, read = head.enter(loss.embedding[ids[row : row + 1]], feature)
+        query, key, value = (part[0] for part in head.qkv(read, head.cos_sin(torch.tensor([row]))))
+        keys.append(key)
+        values.append(value)
+        k, v = torch.cat(keys), torch.cat(values)  # [rows, dim], of the one head of keys
+        out = head.finish(x, (torch.softmax(query @ k.T * 8**-0.5, -1) @ v).view(1, -1))
+        if row < start:
+            continue
+        logs = torch.log_softmax(loss.project(out)[0], -1)
+        law = torch.softmax(states[row, -WIDTH:] @ loss.vocabulary.T, -1)
+        found.append((-(law * logs).sum(), bool(logs.argmax() == law.argmax())))
+        token = int(loss.draft_ids[ids[row + 1]])
+        chance *= math.exp(logs[token].item()) if token >= 0 else -1.0
+        if chance < loss.floor or len(found) == loss.levels:
+            break
+    return found
+
+
+@pytest.mark.parametrize("residual", [False, True])
+@pytest.mark.parametrize(("draft_vocab", "floor"), [(VOCAB, 0.0), (VOCAB, 2e-4), (25, 1e-3), (25, 1.1)])
+def test_later_levels_learn_where_the_head_would_draft(
+    draft_vocab: int, floor: float, residual: bool
+) -> None:
+    """Loss, shares and gradients are those of the places that survive, each unrolled by itself."""
+    loss, batch = eagle_loss(draft_vocab, residual, floor), batch_of(9, 2, 12, 5)
+    places = list(zip(*(part.tolist() for part in batch.places()), strict=True))
+    paths = [alone(loss, batch, answer, row) for answer, row in places]
+    wanted, shares = torch.zeros(()), []
+    for level in range(4):
+        judged = [path for path in paths if len(path) > level]
+        wanted = wanted + DECAY**level * sum(path[level][0] for path in judged) / max(len(judged), 1)
+        before = [path for path in judged if all(hit for _, hit in path[:level])]
+        shares.append(sum(path[level][1] for path in before) / max(len(before), 1))
+    most = [min(4, int(batch.rows[answer]) - row) for answer, row in places]
+    reached = sum(map(len, paths))
+    assert reached == {0.0: sum(most), 1.1: len(places)}.get(floor, reached)
+    assert floor in (0.0, 1.1) or len(places) + 5 < reached < sum(most) - 5
+    gradients = torch.autograd.grad(wanted, list(loss.parameters()))
+    found, right = loss(batch, 1)
+    assert found.item() == pytest.approx(wanted.item(), rel=1e-5)
+    assert right.tolist() == pytest.approx(shares)
+    for one, other in zip(torch.autograd.grad(found, list(loss.parameters())), gradients, strict=True):
+        assert torch.allclose(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_an_answer_alone_is_what_it_is_among_others() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,29 +14,39 @@ from foredraft.train.data import Batch, mean
 
 DECAY = 0.8  # of a level's weight in the loss, per level
 FIRST = 2  # levels of the first epoch: while these are bad, later ones teach nothing
-_PROJECTED = 0.5  # share of the places whose later levels are projected to the vocabulary: that costs most
+FLOOR = 0.01  # a path that the head finds less likely is seldom drafted, so nothing is learnt below it
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The places from which drafts start, and where they lie in a padded batch.
+    """The places from which drafts start, by answer and row, and where they lie in a padded batch.
 
-    answer, row, column: int64 [places]; a place drafts from the token of its row on. column counts the rows
-    of an answer from its first place on.
+    answer, row, column: int64 [places]; a place drafts from the token of its row on. column counts the places
+    of an answer.
     """
 
     answer: Tensor
     row: Tensor
-    column: Tensor
     left: Tensor  # how many rows follow in the answer
+    column: Tensor
     shape: tuple[int, int]  # answers, most columns
 
     @classmethod
     def of(cls, batch: Batch) -> Places:
+        """All places of a batch."""
         answer, row = batch.places()
-        column = row - (batch.prompts[answer] - 1)
-        left = batch.rows[answer] - 1 - row
-        return cls(answer, row, column, left, (len(batch.rows), int(column.max()) + 1))
+        return cls._of(answer, row, batch.rows[answer] - 1 - row, len(batch.rows))
+
+    def part(self, kept: Tensor) -> Places:
+        """Some of them, int64 [n], ascending."""
+        return self._of(self.answer[kept], self.row[kept], self.left[kept], self.shape[0])
+
+    @classmethod
+    def _of(cls, answer: Tensor, row: Tensor, left: Tensor, answers: int) -> Places:
+        counts = torch.bincount(answer, minlength=answers)
+        number = torch.arange(len(answer), device=answer.device)
+        column = number - (counts.cumsum(0) - counts)[answer]
+        return cls(answer, row, left, column, (answers, int(counts.max())))
 
     def padded(self, values: Tensor) -> Tensor:
         """values: [places, ...]. Returns [answers, columns, ...], zeros where there is no place."""
@@ -44,75 +54,105 @@ class Places:
         return out.index_put((self.answer, self.column), values)
 
 
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """Drafts under way, along the answer's own tokens, and what each level needs of those before."""
+
+    places: Places
+    number: Tensor  # of each place among all of the batch, int64 [places]
+    features: Tensor  # [places, hidden]
+    extra: tuple[tuple[Tensor, Tensor], ...]  # of each level after the first, key and value [places, …]
+    chance: Tensor  # what the head gives the path so far, float32 [places]
+    right: Tensor  # whether all guesses so far were the target's likeliest, bool [places]
+
+    def part(self, kept: Tensor) -> Drafts:
+        """Some of them, int64 [n], ascending."""
+        extra = tuple((key[kept], value[kept]) for key, value in self.extra)
+        rest = (each[kept] for each in (self.chance, self.right))
+        return Drafts(self.places.part(kept), self.number[kept], self.features[kept], extra, *rest)
+
+
 class EagleLoss(nn.Module):
     """Cross-entropy of `levels` guesses in a row against the target's laws, from every token of an answer.
 
     embedding: [vocab, hidden] and lm_head: [vocab, hidden] are the target's. Level 0 reads the target's
-    features, each later one the head's own output and the answer's next token. first: levels of epoch 0.
+    features, each later one the head's own output and the answer's next token; it is learnt where the head
+    gives those tokens a chance of `floor` or more. first: levels of epoch 0.
     """
 
     def __init__(
-        self, head: EagleLayer, embedding: Tensor, lm_head: Tensor, levels: int, first: int = FIRST
+        self,
+        head: EagleLayer,
+        embedding: Tensor,
+        lm_head: Tensor,
+        levels: int,
+        first: int = FIRST,
+        *,
+        floor: float = FLOOR,
     ) -> None:
         super().__init__()
-        self.head, self.levels, self.first = head, levels, first
+        self.head, self.levels, self.first, self.floor = head, levels, first, floor
         self.embedding = embedding
-        self.vocabulary = lm_head[head.target_ids]
+        ids = head.target_ids.to(embedding.device)
+        self.vocabulary = lm_head[ids]
+        self.draft_ids = torch.full((len(embedding),), -1, device=ids.device)  # of the target's, -1 for none
+        self.draft_ids[ids] = torch.arange(len(ids), device=ids.device)
 
     def forward(self, batch: Batch, epoch: int) -> tuple[Tensor, Tensor]:
         """Return the loss, and of each level the share of places where the likeliest guess is the target's,
         given that those before were, float32 [levels].
         """
-        tree = Places.of(batch)
+        places = Places.of(batch)
         with torch.no_grad():
-            wanted = torch.softmax(batch.logits(tree.answer, tree.row, self.vocabulary), -1)
-            best = wanted.argmax(-1)
-        # Seeded by the batch, so that a run that goes on after a kill takes the same places.
-        generator = torch.Generator().manual_seed(int(batch.ids.sum()))
-        loss = wanted.new_zeros(())
-        right = torch.ones_like(best, dtype=torch.bool)
-        shares = []
-        for level, features in enumerate(self.unroll(batch, tree, self.levels if epoch else self.first)):
-            judged = (tree.left >= level).nonzero().flatten()
-            if level:
-                taken = torch.rand(len(judged), generator=generator) < _PROJECTED
-                judged = judged[taken.to(judged.device)]
-            logits = self.project(features[judged])
-            # The law after a place's token stands at its own row, and `level` rows further down.
-            law = wanted[judged + level]
-            loss = loss - DECAY**level * mean((law * torch.log_softmax(logits.float(), -1)).sum(-1))
-            hit = logits.argmax(-1) == best[judged + level]
-            known = right[judged]
-            shares.append((hit & known).sum() / known.sum().clamp(min=1))
-            right = torch.zeros_like(right).index_put((judged,), hit & known)
-        return loss, torch.stack(shares)
-
-    def unroll(self, batch: Batch, tree: Places, levels: int) -> Iterator[Tensor]:
-        """Yield what the head makes of each place at each level, [places, hidden], fed the answer's own
-        tokens.
-        """
-        head = self.head
-        width = len(head.config.hidden_layers) * head.config.hidden_size
-        fused = head.fuse(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
+            laws = torch.softmax(batch.logits(places.answer, places.row, self.vocabulary), -1)
+            best = laws.argmax(-1)
+        fused = self._fuse(batch)
         keys, values = self._context(batch, fused)
-        extra: list[tuple[Tensor, Tensor]] = []
-        features = fused[tree.answer, tree.row - 1]
-        last = batch.ids.shape[1] - 1
-        for level in range(levels):
-            embeds = self.embedding[batch.ids[tree.answer, (tree.row + level).clamp(max=last)]]
-            angles = head.cos_sin(tree.row + level)
-            x, read = head.enter(embeds.to(features.dtype), features)
-            query, key, value = head.qkv(read, angles)
-            if level:
-                extra.append((key, value))
-            features = head.finish(x, attend(tree, query, keys, values, extra))
-            yield features
+        loss, shares = laws.new_zeros(()), laws.new_zeros(self.levels if epoch else self.first)
+        drafts = _begin(places, fused)
+        for level in range(len(shares)):
+            drafts = self._deeper(batch, drafts, level, keys, values)
+            logs = torch.log_softmax(self.project(drafts.features).float(), -1)
+            # The law after a place's token stands at its own row, and `level` rows further down.
+            wanted = drafts.number + level
+            loss = loss - DECAY**level * mean((laws[wanted] * logs).sum(-1))
+            hit = (logs.argmax(-1) == best[wanted]) & drafts.right
+            shares[level] = hit.sum() / drafts.right.sum().clamp(min=1)
+            if level + 1 < len(shares):
+                drafts = self._survivors(batch, replace(drafts, right=hit), level, logs.detach())
+            if not len(drafts.number):
+                break
+        return loss, shares
 
     def project(self, features: Tensor) -> Tensor:
         """Return logits over the draft's vocabulary."""
         x = self.head.normed(features)
         weight = self.vocabulary if self.head.lm_head is None else self.head.lm_head.weight
         return nn.functional.linear(x, weight.to(x.dtype))
+
+    def _fuse(self, batch: Batch) -> Tensor:
+        """Return the features [answers, rows - 1, hidden] of all tokens but the last."""
+        head = self.head
+        width = len(head.config.hidden_layers) * head.config.hidden_size
+        return head.fuse(batch.states[:, :-1, :width].to(head.fc.weight.dtype))
+
+    def _deeper(self, batch: Batch, drafts: Drafts, level: int, keys: Tensor, values: Tensor) -> Drafts:
+        """Run the head once more, on the answer's own token of each place."""
+        head, places = self.head, drafts.places
+        embeds = self.embedding[batch.ids[places.answer, places.row + level]]
+        x, read = head.enter(embeds.to(drafts.features.dtype), drafts.features)
+        query, key, value = head.qkv(read, head.cos_sin(places.row + level))
+        extra = (*drafts.extra, (key, value)) if level else ()  # the first level's are the context's
+        features = head.finish(x, attend(places, query, keys, values, extra))
+        return replace(drafts, features=features, extra=extra)
+
+    def _survivors(self, batch: Batch, drafts: Drafts, level: int, logs: Tensor) -> Drafts:
+        """Return those that the next level learns from. logs: the head's law, [places, draft vocab]."""
+        places = drafts.places
+        ids = self.draft_ids[batch.ids[places.answer, places.row + level + 1]]
+        chance = drafts.chance * logs.gather(1, ids.clamp(min=0)[:, None])[:, 0].exp()
+        alive = (ids >= 0) & (chance >= self.floor) & (places.left > level)
+        return replace(drafts, chance=chance).part(alive.nonzero().flatten())
 
     def _context(self, batch: Batch, fused: Tensor) -> tuple[Tensor, Tensor]:
         """Return keys and values [answers, rows - 1, kv_heads, dim] of all that the target has read."""
@@ -125,8 +165,16 @@ class EagleLoss(nn.Module):
         return key.view(shape), value.view(shape)
 
 
+def _begin(places: Places, fused: Tensor) -> Drafts:
+    """Drafts before the first level. fused: [answers, rows - 1, hidden], the features of all that is read."""
+    features = fused[places.answer, places.row - 1]
+    number = torch.arange(len(features), device=features.device)
+    chance = torch.ones(len(features), device=features.device)
+    return Drafts(places, number, features, (), chance, chance.bool())
+
+
 def attend(
-    tree: Places, query: Tensor, keys: Tensor, values: Tensor, extra: list[tuple[Tensor, Tensor]]
+    tree: Places, query: Tensor, keys: Tensor, values: Tensor, extra: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
     """Attend from each place to what the target has read up to its row, and to its own earlier levels.
 
