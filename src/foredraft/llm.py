@@ -18,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from foredraft import zoo
 from foredraft.engine import Engine, EngineConfig
+from foredraft.engine.interrupts import held
+from foredraft.engine.pool import BLOCK, BlockPool
 from foredraft.errors import CapacityError, ConfigError, ModelError
 from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.propose import LoadedDraft, best_draft, load_draft, make_drafting
@@ -207,9 +209,10 @@ class LLM:
         """Return the next output of an inbox, running the engine, and so all requests, until there is one."""
         while not inbox:
             assert self.engine.has_work
-            for output in self.engine.step():
-                if output.request_id in self._inboxes:  # else it was cancelled
-                    self._inboxes[output.request_id].append(output)
+            with held():  # what a step gave must reach all, whoever is interrupted
+                for output in self.engine.step():
+                    if output.request_id in self._inboxes:  # else it was cancelled
+                        self._inboxes[output.request_id].append(output)
         return inbox.popleft()
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -261,7 +264,7 @@ def _sizes(
             "lower max_len or raise kv_gb"
         )
     longest = max_len or min(target.max_len, fit)
-    return longest, min(fit, max_seqs * longest)
+    return longest, min(fit, max_seqs * BlockPool.needed(longest) * BLOCK)
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -320,6 +320,13 @@ def test_bad_requests_are_refused_at_once() -> None:
         engine.add([], GREEDY)
     with pytest.raises(CapacityError, match="prompt has 20 tokens"):
         engine.add([1] * 20, GREEDY)
+    wrong: list[Any] = [[1.5], ["a"], 3, None]
+    for prompt in wrong:
+        with pytest.raises(ConfigError, match="no list of token ids"):
+            engine.add(prompt, SamplingParams())
+    for params in wrong:
+        with pytest.raises(ConfigError, match="give SamplingParams"):
+            engine.add([1], params)
     with pytest.raises(ConfigError, match="prompt has token 7, but the model's vocabulary ends at 6"):
         engine.add([1, 7], GREEDY)
     with pytest.raises(ConfigError, match="logit_bias has token 9"):

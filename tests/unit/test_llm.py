@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,26 @@ def test_an_interrupt_cancels_the_batch_and_is_raised_again(llm: LLM, monkeypatc
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY)
     assert [c.token_ids for c in llm.generate(PROMPTS, GREEDY)] == [c.token_ids for c in expected]
+
+
+def test_an_interrupt_takes_nothing_from_other_streams(llm: LLM, monkeypatch: Any) -> None:
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    wanted = llm.generate([[1, 2, 3]], params)[0].token_ids
+    stream = llm.stream([1, 2, 3], params)
+    found = list(next(stream).token_ids)
+    forward = llm.engine.target.forward
+
+    def interrupted(*args: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return forward(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.target, "forward", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[4, 5]], params)
+    for piece in stream:
+        found += piece.token_ids
+    assert found == wanted
 
 
 def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:

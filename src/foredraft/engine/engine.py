@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import count
+from operator import index
 
 import torch
 from torch import Tensor
@@ -100,6 +101,12 @@ class Engine:
 
         `grammar`, this request's own, says what may be emitted.
         """
+        if not isinstance(params, SamplingParams):
+            raise ConfigError(f"params are {params!r}: give SamplingParams")
+        try:
+            prompt_ids = [index(token) for token in prompt_ids]
+        except TypeError as error:
+            raise ConfigError(f"the prompt is no list of token ids: {error}") from error
         if request_id is None:
             request_id = next(name for name in self._names if not self._is_taken(name))
         self._check(prompt_ids, params, request_id)
@@ -110,7 +117,7 @@ class Engine:
         seq = Sequence(
             request_id=request_id,
             params=params,
-            tokens=list(prompt_ids),
+            tokens=prompt_ids,
             prompt_len=len(prompt_ids),
             limit=min(room, len(prompt_ids) + params.max_tokens),
             noise=Noise(seed),
