@@ -25,7 +25,7 @@ from foredraft.propose.medusa import MedusaProposer, calibrate, grow, tree_of
 from foredraft.sampling import to_laws
 from foredraft.train.collect import Answer, Recorder
 from foredraft.train.data import stack
-from foredraft.train.eagle import EagleLoss, Places
+from foredraft.train.eagle import EagleLoss, Places, _begin
 from foredraft.types import NO_DRAFT, SamplingParams, Source
 
 LAYERS, VOCAB = (1, 2), 60
@@ -175,8 +175,13 @@ def test_eagle_drafts_as_it_is_trained(
     loss = EagleLoss(head, embedding, embedding, len(path))
     tree = Places.of(batch)
     place = tree.row.tolist().index(root)
+    levels = []
     with torch.inference_mode():
-        levels = [loss.project(features)[place] for features in loss.unroll(batch, tree, len(path))]
+        fused = loss._fuse(batch)
+        unrolled = _begin(tree, fused).part(torch.tensor([place]))
+        for level in range(len(path)):
+            unrolled = loss._deeper(batch, unrolled, level, *loss._context(batch, fused))
+            levels.append(loss.project(unrolled.features)[0])
     # States are kept in bfloat16, the proposer reads them in float32: near ties may differ.
     for token, logits in zip(path, levels, strict=True):
         best = logits.topk(2).values
