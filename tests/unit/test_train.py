@@ -81,6 +81,7 @@ def test_training_raises_what_drafting_measures(
     assert record["answer_tokens"] > 100
     untrained = _untrained(kind, prompts, model, tmp_path / "untrained", monkeypatch)
     assert max(record["held_out_mean_emitted"]) > untrained
+    assert not list((tmp_path / "cache").glob("drafts/*"))  # what was made to measure is gone
     assert json.loads((out / "provenance.json").read_text()) == record
     greedy = SamplingParams(temperature=0, max_tokens=20)
     plain = LLM(model, dtype="float32").generate(["the cat", "a big dog"], greedy)
@@ -264,6 +265,21 @@ def test_no_prompt_left(model: Path, tmp_path: Path) -> None:
         run("eagle", path, model, tmp_path / "out", Options(max_tokens=4))
 
 
+def test_prompts_that_the_context_cannot_hold_are_left_out(tmp_path: Path) -> None:
+    small = tiny_models.build("llama", tmp_path / "small", vocab_size=330, max_position_embeddings=24)
+    tiny_tokenizers.byte_level().save_pretrained(small)
+    lengths = range(15, 30)  # a token a letter
+    path = tmp_path / "long.jsonl"
+    rows = [{"prompt": "".join(chr(97 + (7 * place) % 9) for place in range(count))} for count in lengths]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    options = Options(epochs=1, max_tokens=8, draft_vocab_size=50)
+    record = run("medusa", path, small, tmp_path / "out", options)
+    assert record["answers"] + record["held_out"] == 22 - 14  # two tokens of answer are the least
+    path.write_text(json.dumps(rows[-1]) + "\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match="1 have more than 22 tokens; raise the limit, if"):
+        run("medusa", path, small, tmp_path / "none", options)
+
+
 def test_too_little_disk(prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collecting, "_SPARE", 1 << 60)
     with pytest.raises(CapacityError, match="GB are free"):
@@ -313,6 +329,7 @@ def test_a_draft_for_another_target_is_refused(
         LLM(other, str(tmp_path / "draft"))
     with pytest.raises(CheckpointError, match="hidden"):
         LLM(other, str(tmp_path / "medusa"))
+    LLM(model, str(tmp_path / "draft"))  # completes it in the cache
     with pytest.raises(ModelError, match="no target"):
         LLM(next((tmp_path / "cache" / "drafts").iterdir()))
 

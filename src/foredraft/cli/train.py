@@ -33,7 +33,9 @@ def train(
     epochs: Annotated[int, typer.Option(help="Most epochs; it ends when two in a row do not help.")] = 2,
     limit: Annotated[int | None, typer.Option(help="Use so many prompts.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Longest answer of the target's to learn from.")] = 128,
-    longest: Annotated[int, typer.Option(help="Leave out prompts of more tokens.")] = 640,
+    longest: Annotated[
+        int, typer.Option(help="Leave out prompts of more tokens, or of more than the context holds.")
+    ] = 640,
     temperature: Annotated[
         list[float] | None, typer.Option(help="Of the answers; may be repeated. Default: 0 and 1 in turn.")
     ] = None,

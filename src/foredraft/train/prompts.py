@@ -59,7 +59,7 @@ def load_prompts(files: Sequence[Path], tokenizer: Any, *, longest: int) -> list
     if not prompts:
         names = ", ".join(str(path) for path in files) or "no file"
         raise ConfigError(
-            f"no prompt is left in {names}: {dropped} have more than {longest} tokens; raise the limit or "
-            "give other files"
+            f"no prompt is left in {names}: {dropped} have more than {longest} tokens; raise the limit, if "
+            "the model's context allows, or give other files"
         )
     return [prompts[key] for key in sorted(prompts)]

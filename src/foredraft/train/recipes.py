@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -157,8 +158,11 @@ def draft(setting: Setting, answers: Sequence[Answer], draft_vocab_size: int) ->
         save_distilled(path, small.config.to_dict() | {"dtype": "bfloat16"}, state, ids, facts)
 
     def measure(path: Path) -> SpecStats:
-        model, tokens = setting.load(complete(path, facts)), kv_tokens(setting.held)
-        proposer = DraftModelProposer(model, vocab_size=target.vocab_size, kv_tokens=tokens)
-        return draft_with(target, proposer, setting.held, DRAFT_MEASURED)
+        whole, tokens = complete(path, facts), kv_tokens(setting.held)
+        try:
+            proposer = DraftModelProposer(setting.load(whole), vocab_size=target.vocab_size, kv_tokens=tokens)
+            return draft_with(target, proposer, setting.held, DRAFT_MEASURED)
+        finally:
+            shutil.rmtree(whole, ignore_errors=True)  # the next epoch's is another
 
     return Trainee(small, loss, save, measure)

@@ -48,8 +48,9 @@ _MEASURED = 16  # held-out prompts that are answered after every epoch
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a run may be told. longest: prompts of more tokens are left out; limit: use so many prompts;
-    draft_vocab_size: None is that of the draft to start from, or 8192; start_from: a draft, as LLM takes it.
+    """What a run may be told. longest: prompts of more tokens are left out, and those that the context cannot
+    hold; limit: use so many prompts; draft_vocab_size: None is that of the draft to start from, or 8192;
+    start_from: a draft, as LLM takes it.
     """
 
     epochs: int = 2
@@ -139,7 +140,8 @@ def _answers(
     which may not be all that are in it.
     """
     assert facts.path is not None
-    prompts = load_prompts(files, load_tokenizer(facts.path), longest=options.longest)[: options.limit]
+    longest = min(options.longest, target.max_len - 2)  # nothing is learnt from an answer of one token
+    prompts = load_prompts(files, load_tokenizer(facts.path), longest=longest)[: options.limit]
     layers = (*recipes.fused_layers(facts.num_layers), facts.num_layers)
     made_by = {
         "target": fingerprint(facts),
