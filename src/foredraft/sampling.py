@@ -89,10 +89,11 @@ def _counted(
     tokens]. A text is `before` and an output; what the outputs begin with alike is counted once for all.
     """
     length = min(map(len, outputs))
-    if any(list(output[:length]) != list(outputs[0][:length]) for output in outputs):
-        length = 0
-    rest = [output[length:] for output in outputs]
-    shared = [*before, *outputs[0][:length]]
+    first = list(outputs[0][:length])
+    if any(list(output[:length]) != first for output in outputs):
+        first = []
+    rest = [output[len(first) :] for output in outputs]
+    shared = [*before, *first]
     tokens, places = np.unique(np.array([*shared, *chain(*rest)], dtype=np.int64), return_inverse=True)
     counts = np.zeros((len(outputs), len(tokens)), dtype=np.float32)
     counts += np.bincount(places[: len(shared)], minlength=len(tokens))

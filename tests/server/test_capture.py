@@ -24,7 +24,7 @@ from foredraft.server.metrics import Metrics
 CHILD = """
 import sys
 from pathlib import Path
-from foredraft.server.capture import open_capture, Capture
+from foredraft.server.capture import Capture
 from foredraft.server.config import CaptureConfig
 from foredraft.server.metrics import Metrics
 capture = Capture(CaptureConfig(Path(sys.argv[1])), Metrics("m"))

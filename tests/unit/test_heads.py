@@ -178,9 +178,10 @@ def test_eagle_drafts_as_it_is_trained(
     levels = []
     with torch.inference_mode():
         fused = loss._fuse(batch)
+        context = loss._context(batch, fused)
         unrolled = _begin(tree, fused).part(torch.tensor([place]))
         for level in range(len(path)):
-            unrolled = loss._deeper(batch, unrolled, level, *loss._context(batch, fused))
+            unrolled = loss._deeper(batch, unrolled, level, *context)
             levels.append(loss.project(unrolled.features)[0])
     # States are kept in bfloat16, the proposer reads them in float32: near ties may differ.
     for token, logits in zip(path, levels, strict=True):

@@ -68,8 +68,14 @@ class Drafts:
     def part(self, kept: Tensor) -> Drafts:
         """Some of them, int64 [n], ascending."""
         extra = tuple((key[kept], value[kept]) for key, value in self.extra)
-        rest = (each[kept] for each in (self.chance, self.right))
-        return Drafts(self.places.part(kept), self.number[kept], self.features[kept], extra, *rest)
+        return Drafts(
+            places=self.places.part(kept),
+            number=self.number[kept],
+            features=self.features[kept],
+            extra=extra,
+            chance=self.chance[kept],
+            right=self.right[kept],
+        )
 
 
 class EagleLoss(nn.Module):
