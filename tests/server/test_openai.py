@@ -359,6 +359,10 @@ def test_templates_that_know_neither_system_nor_tools() -> None:
     body["messages"] = [{"role": "system", "content": "be brief"}, *body["messages"]]  # type: ignore[misc]
     with pytest.raises(ConfigError, match="roles must alternate"):
         make_preparer(alternating, max_len=4096).chat(ChatRequest.model_validate(body))
+    first = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    shown = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    with pytest.raises(ConfigError, match="no system"):
+        make_preparer(first + shown, max_len=4096).chat(ChatRequest.model_validate(body))
 
 
 @pytest.mark.parametrize("tools", ["", "{% if tools %}<tool_call>{% endif %}"])

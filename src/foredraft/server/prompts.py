@@ -223,10 +223,11 @@ def _messages(messages: Sequence[Message], tools: Sequence[Tool], system: bool) 
             json.dumps(tool.function.model_dump(exclude_none=True, exclude={"strict"})) for tool in tools
         )
         said = _TOOLS.format(functions=functions)
-        role = "system" if system else "user"
+        # A system message of the client's own stays first, so that a template that knows none refuses it.
+        role = "system" if system or turns[0]["role"] == "system" else "user"
         if turns[0]["role"] != role:
             turns.insert(0, {"role": role, "content": said})
-        elif system:
+        elif role == "system":
             turns[0]["content"] += f"\n\n{said}"
         else:
             turns[0]["content"] = f"{said}\n\n{turns[0]['content']}"
