@@ -233,6 +233,10 @@ def test_a_model_without_sizes_is_no_target(tmp_path: Path) -> None:
             "expected a list of layer numbers",
         ),
         ({"foredraft": {"hidden_layers": 3}}, "hidden_layers is 3"),
+        ({"head_dim": 8.0}, "head_dim is 8.0, expected a whole number"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5', expected a number above 0"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta is 0, expected a number above 0"),
+        ({"foredraft": {"tree": [[0], 1]}}, "tree is .*, expected lists of ranks"),
     ],
 )
 def test_config_entries_of_a_wrong_type_are_named(

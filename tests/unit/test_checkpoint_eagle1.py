@@ -81,7 +81,7 @@ WRONG: list[tuple[str, tuple[int, ...] | None, str]] = [
     ("layers.0.self_attn.q_proj.weight", (32, 64), r"q_proj.weight is \[32, 64\], expected \[any, 32\]"),
     ("lm_head.weight", (96, 32), r"lm_head.weight is \[96, 32\], expected \[97, 32\]"),
     ("layers.0.mlp.up_proj.weight", (49, 32), r"up_proj.weight is \[49, 32\], expected \[48, 32\]"),
-    ("d2t", (97,), "has d2t, which is not known"),
+    ("d2t", (97,), "d2t is there, which is not known"),
 ]
 
 

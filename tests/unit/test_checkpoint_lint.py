@@ -85,7 +85,28 @@ WRONG: dict[str, tuple[Change, str]] = {
     ),
     "residual after norm": (put(norm_before_residual=True), "note: norm_before_residual is true"),
     "a norm we lack": (put(norm_output=True), "error: norm_output is true"),
-    "an unasked norm": (shape("input_norm.weight", 96), "warning: input_norm.weight is there"),
+    "an unasked norm": (
+        shape("input_norm.weight", 96),
+        "error: input_norm.weight is there, which is not known",
+    ),
+    "a bias": (shape("midlayer.mlp.up_proj.bias", 48), "error: midlayer.mlp.up_proj.bias is there, which"),
+    "no heads": (put(num_attention_heads=None), "error: config.json lacks num_attention_heads"),
+    "heads that do not divide": (put(num_key_value_heads=3), "error: 4 heads, 3 key heads, head_dim 8:"),
+    "odd angles": (put(head_dim=7), "error: 4 heads, 2 key heads, head_dim 7:"),
+    "other heads": (
+        put(head_dim=16),
+        "error: midlayer.self_attn.q_proj.weight is [32, 64], expected [64, 64]",
+    ),
+    "another width inside": (put(intermediate_size=50), "error: midlayer.mlp.gate_proj.weight is [48, 32]"),
+    "quantised": (
+        lambda config, tensors: tensors.update({"norm.weight": torch.ones(HIDDEN, dtype=torch.int8)}),
+        "error: norm.weight is torch.int8",
+    ),
+    "another embedding": (
+        shape("embed_tokens.weight", VOCAB, 16),
+        "error: embed_tokens.weight is [97, 16], expected [97, 32]",
+    ),
+    "another activation": (put(hidden_act="gelu"), "warning: its activation is 'gelu'"),
     "target ids in d2t": (
         lambda config, tensors: tensors.update(d2t=tensors["d2t"] + torch.arange(DRAFT_VOCAB)),
         "error: d2t holds target ids",
@@ -118,7 +139,11 @@ WRONG: dict[str, tuple[Change, str]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_is_wrong_is_named(name: str, tmp_path: Path) -> None:
     change, expected = WRONG[name]
-    assert any(expected in text for text in said(tmp_path, change))
+    texts = said(tmp_path, change)
+    assert any(expected in text for text in texts)
+    if any(text.startswith("error") for text in texts):
+        return
+    load_eagle(read_head(tmp_path), TARGET, torch.float32)  # what has no error can be loaded
 
 
 def test_offsets_are_told_from_ids_without_the_mask(tmp_path: Path) -> None:
@@ -178,15 +203,19 @@ def test_medusa_heads_are_checked(tmp_path: Path) -> None:
     )
     cut = medusa_tensors()
     del cut["1.0.linear.bias"]
-    assert "error: 1.0.linear.weight or .bias is missing" in medusa(tmp_path, cut)[0]
+    assert "error: 1.0.linear.bias is missing" in medusa(tmp_path, cut)[0]
     some = medusa_tensors()
     del some["2.2.weight"]
-    assert "2 of 3 heads have a vocabulary projection" in medusa(tmp_path, some)[0]
+    assert "error: 2.2.weight is missing" in medusa(tmp_path, some)[0]
     shared = medusa_tensors()
     shared["0.1.linear.weight"] = shared["0.0.linear.weight"].clone()
     assert "warning: all 2 blocks of head 0 are the same" in medusa(tmp_path, shared)[0]
     wide = medusa_tensors() | {"0.2.weight": torch.zeros(VOCAB + 1, HIDDEN)}
     assert "error: 0.2.weight is [98, 32], expected [97, 32]" in medusa(tmp_path, wide)[0]
+    twice = {"token_map": torch.zeros(VOCAB, dtype=torch.int64)}
+    assert "token_map must hold different tokens" in medusa(tmp_path, medusa_tensors() | twice)[0]
+    more = {"lm_head.weight": torch.zeros(VOCAB, HIDDEN)}
+    assert "lm_head.weight is there, which is not known" in medusa(tmp_path, medusa_tensors() | more)[0]
     assert "expected [9, 32]" in medusa(tmp_path, medusa_tensors() | {"token_map": torch.arange(9)})[0]
 
 

@@ -5,16 +5,19 @@ A head with a wrong flag still drafts, only badly, and nothing else ever says so
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from foredraft.errors import CheckpointError
 from foredraft.models.formats import eagle1, eagle3, medusa
 from foredraft.models.formats.eagle3 import IDS, LAYER
 from foredraft.models.formats.files import HeadFiles, TargetFacts, default_layers
+from foredraft.models.head_shape import head_module, misfit
 
 Severity = Literal["error", "warning", "note"]
 
@@ -31,7 +34,10 @@ def lint(files: HeadFiles, target: TargetFacts | None = None) -> list[Finding]:
     """Return all that is wrong or noteworthy, errors first; against its target too if that is given."""
     check = {"eagle": _eagle, "eagle1": _eagle1, "medusa": _medusa}[files.kind]
     order = ("error", "warning", "note")
-    return sorted(check(files, target), key=lambda finding: order.index(finding.severity))
+    found = sorted(check(files, target), key=lambda finding: order.index(finding.severity))
+    if not (found and found[0].severity == "error") and (wrong := _unlike_module(files, target)):
+        found.insert(0, _error(wrong))
+    return found
 
 
 def check_fits(files: HeadFiles, target: TargetFacts) -> None:
@@ -39,6 +45,16 @@ def check_fits(files: HeadFiles, target: TargetFacts) -> None:
     for finding in lint(files, target):
         if finding.severity == "error":
             raise CheckpointError(f"{files.path}: {finding.text}")
+
+
+def _unlike_module(files: HeadFiles, target: TargetFacts | None) -> str | None:
+    """Return what keeps the tensors from being the weights of what the config describes."""
+    try:
+        with torch.device("meta"):
+            module = head_module(files, target)
+    except CheckpointError as error:
+        return str(error)
+    return misfit(module, files.tensors)
 
 
 def _error(text: str) -> Finding:
@@ -68,16 +84,19 @@ def _eagle(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
     yield from _eagle_shapes(files, target)
     yield from _layer_ids(files, target)
     yield from _norms(files)
-    yield from _angles(files)
+    yield from _layer_kind(files)
     yield from _vocabulary(files, target)
-    yield from _borrowed(files)
+    yield from _borrowed(files, target)
 
 
-def _angles(files: HeadFiles) -> Iterator[Finding]:
+def _layer_kind(files: HeadFiles) -> Iterator[Finding]:
     rope = files.config.get("rope_parameters") or files.config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind != "default":
         yield Finding("warning", f"its rotary angles are of type {kind!r}, and it is run with plain ones")
+    act = files.config.get("hidden_act") or "silu"
+    if act not in ("silu", "swish"):
+        yield Finding("warning", f"its activation is {act!r}, and it is run with silu")
 
 
 def _eagle1(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
@@ -86,13 +105,14 @@ def _eagle1(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
         return
     hidden = files.tensors["fc.weight"].shape[0]
     yield from _layer_shapes(files, hidden, "an EAGLE-1 layer reads one width, EAGLE-3's two")
+    yield from _layer_kind(files)
     width = target.hidden_size if target else hidden
     yield from _wrong_shape(files, "fc.weight", (width, 2 * width), "the head is for another target")
     yield from _other_vocabulary(files, target)
     if target:
         shape = (target.vocab_size, width)
         yield from _wrong_shape(files, "lm_head.weight", shape, "an EAGLE-1 head drafts from all tokens")
-    yield from _borrowed(files)
+    yield from _borrowed(files, target)
 
 
 def _damage(files: HeadFiles, required: tuple[str, ...], what: str) -> Finding | None:
@@ -107,7 +127,9 @@ def _damage(files: HeadFiles, required: tuple[str, ...], what: str) -> Finding |
     return None
 
 
-def _borrowed(files: HeadFiles) -> Iterator[Finding]:
+def _borrowed(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
+    shape = (target.vocab_size if target else None, files.tensors["fc.weight"].shape[0])
+    yield from _wrong_shape(files, "embed_tokens.weight", shape, "the head is for another target")
     for name, whose in (("lm_head.weight", "rows"), ("embed_tokens.weight", "embeddings")):
         if name not in files.tensors:
             yield Finding("note", f"{name} is not there: the target's {whose} are used")
@@ -209,9 +231,6 @@ def _norms(files: HeadFiles) -> Iterator[Finding]:
     for flag in ("norm_before_fc", "fc_norm", "norm_output"):
         if config.get(flag):
             yield _error(f"{flag} is true: foredraft has no such norm, and without it the head drafts badly")
-    extra = sorted(n for n in files.tensors if n.startswith(("input_norm", "fc_norm")))
-    if extra and not (config.get("norm_before_fc") or config.get("fc_norm")):
-        yield Finding("warning", f"{extra[0]} is there, but neither norm_before_fc nor fc_norm is set")
 
 
 def _vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
@@ -285,37 +304,13 @@ def _medusa(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
             "medusa_num_heads and medusa_num_layers, or the file is another head's"
         )
         return
-    width = target.hidden_size if target else tensors["0.0.linear.weight"].shape[0]
-    cause = "the head is for a target of another hidden size" if target else "heads differ in width"
-    for name in medusa.block_names(config):
-        if f"{name}.weight" not in tensors or f"{name}.bias" not in tensors:
-            yield _error(f"{name}.weight or .bias is missing: the file is cut short")
-            return
-        shapes = [
-            *_wrong_shape(files, f"{name}.weight", (width, width), cause),
-            *_wrong_shape(files, f"{name}.bias", (width,), cause),
-        ]
-        if shapes:
-            yield shapes[0]
-            return
-    yield from _medusa_projections(files, target, heads, layers, width)
-
-
-def _medusa_projections(
-    files: HeadFiles, target: TargetFacts | None, heads: int, layers: int, width: int
-) -> Iterator[Finding]:
-    tensors = files.tensors
-    own = [name for head in range(heads) if (name := f"{head}.{layers}.weight") in tensors]
-    if not own:
-        yield Finding("note", "no head has a vocabulary projection of its own: the target's lm_head is used")
-    elif len(own) < heads:
-        yield _error(f"{len(own)} of {heads} heads have a vocabulary projection: all or none must")
     chosen = tensors.get("token_map")
-    vocab = len(chosen) if chosen is not None else target.vocab_size if target else None
-    for name in own:
-        yield from _wrong_shape(files, name, (vocab, width), "the head is for another vocabulary")
+    if chosen is not None and not _names_tokens(chosen, target):
+        yield _error("token_map must hold different tokens of the target, int64 [n]: it is another head's")
+    if not any(f"{head}.{layers}.weight" in tensors for head in range(heads)):
+        yield Finding("note", "no head has a vocabulary projection of its own: the target's lm_head is used")
     for head in range(heads):
-        blocks = [tensors[f"{head}.{layer}.linear.weight"] for layer in range(layers)]
+        blocks = [tensors.get(f"{head}.{layer}.linear.weight", torch.empty(0)) for layer in range(layers)]
         if layers > 1 and all(block.equal(blocks[0]) for block in blocks[1:]) and bool(blocks[0].any()):
             yield Finding(
                 "warning",
@@ -323,3 +318,10 @@ def _medusa_projections(
                 "original trainer makes, trains one block",
             )
             return
+
+
+def _names_tokens(chosen: Tensor, target: TargetFacts | None) -> bool:
+    if chosen.dim() != 1 or chosen.dtype != torch.int64 or not len(chosen):
+        return False
+    vocab = target.vocab_size if target else math.inf
+    return int(chosen.min()) >= 0 and int(chosen.max()) < vocab and len(set(chosen.tolist())) == len(chosen)

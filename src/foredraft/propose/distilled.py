@@ -37,8 +37,9 @@ def save_distilled(
     which it drafts.
     """
     path.mkdir(parents=True, exist_ok=True)
-    noted = {"kind": "draft", "target": target_record(facts)}
-    (path / "config.json").write_text(json.dumps(config | {"foredraft": noted}, indent=2), encoding="utf-8")
+    said = {name: value for name, value in config.items() if name != "_name_or_path"}  # this machine's
+    said["foredraft"] = {"kind": "draft", "target": target_record(facts)}
+    (path / "config.json").write_text(json.dumps(said, indent=2), encoding="utf-8")
     kept = {name: value.contiguous() for name, value in state.items() if name not in _SHARED}
     write_tensors(path / "model.safetensors", kept)
     write_tensors(path / DRAFT_VOCABULARY, {"token_ids": ids})

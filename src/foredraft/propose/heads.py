@@ -12,24 +12,12 @@ import torch
 from torch import Tensor
 
 from foredraft.engine.protocols import Proposer
-from foredraft.errors import CheckpointError
 from foredraft.models.checkpoint import HeadFiles, TargetFacts, check_fits, read_head, write_head
-from foredraft.models.formats.files import default_layers, norms, target_rows
-from foredraft.models.heads import EagleConfig, EagleLayer, MedusaHeads
+from foredraft.models.formats.files import norms, target_rows
+from foredraft.models.head_shape import SIZES, head_module, weights_of
+from foredraft.models.heads import EagleLayer, MedusaHeads
 from foredraft.propose.eagle import EagleProposer
 from foredraft.propose.medusa import MedusaProposer
-
-_SIZES = {
-    "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocab_size": "vocab_size",
-    "draft_vocab_size": "draft_vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "rope_theta": "rope_theta",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,22 +92,9 @@ def load_head(
 def load_eagle(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> EagleLayer:
     """Return the EAGLE head of a directory; raises CheckpointError if it does not fit the target."""
     check_fits(files, facts)
-    config, tensors = files.config, files.tensors
-    values: dict[str, Any] = {own: config[name] for own, name in _SIZES.items() if config.get(name)}
-    if theta := (config.get("rope_parameters") or {}).get("rope_theta"):  # as transformers 5 writes it
-        values["rope_theta"] = theta
-    values.setdefault("kv_heads", values["heads"])
-    values.setdefault("head_dim", values["hidden_size"] // values["heads"])
-    values.setdefault("draft_vocab_size", facts.vocab_size)
-    values["norm_before_residual"] = bool(config.get("norm_before_residual"))
-    layers, other = files.hidden_layers or default_layers(facts.num_layers), {"embed_tokens.weight"}
-    if files.kind == "eagle1":  # it reads the last hidden state and drafts from all tokens
-        layers = (facts.num_layers,)
-        values |= {"eagle1": True, "fc_bias": "fc.bias" in tensors, "draft_vocab_size": facts.vocab_size}
-    else:
-        other |= {"d2t", "t2d"}
-    head = EagleLayer(EagleConfig(**values, hidden_layers=layers), own_lm_head="lm_head.weight" in tensors)
-    _fill(head, tensors, files.path, other)
+    head, tensors = head_module(files, facts), files.tensors
+    assert isinstance(head, EagleLayer)
+    _fill(head, tensors)
     if "d2t" in tensors:
         head.d2t.copy_(tensors["d2t"])
         head.t2d.zero_()
@@ -130,7 +105,7 @@ def load_eagle(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> Eagl
 def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, *, max_len: int) -> None:
     """Write an EAGLE head, bfloat16; a projection that is the target's own is left out."""
     shape = asdict(head.config)
-    config: dict[str, Any] = {name: shape[own] for own, name in _SIZES.items()}
+    config: dict[str, Any] = {name: shape[own] for own, name in SIZES.items()}
     config["norm_before_residual"] = head.config.norm_before_residual
     config |= {
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -155,11 +130,9 @@ def save_eagle(path: Path, head: EagleLayer, facts: TargetFacts, *, max_len: int
 def load_medusa(files: HeadFiles, facts: TargetFacts, dtype: torch.dtype) -> MedusaHeads:
     """Return the Medusa heads of a directory; raises CheckpointError if they do not fit the target."""
     check_fits(files, facts)
-    count, layers = files.config["medusa_num_heads"], files.config.get("medusa_num_layers", 1)
-    own = files.tensors.get(f"0.{layers}.weight")
-    own_vocab = None if own is None else len(own)
-    heads = MedusaHeads(facts.hidden_size, count, layers, own_vocab=own_vocab)
-    _fill(heads.heads, files.tensors, files.path, {"token_map"})
+    heads = head_module(files, facts)
+    assert isinstance(heads, MedusaHeads)
+    _fill(heads, files.tensors)
     return heads.to(dtype).eval()
 
 
@@ -219,16 +192,9 @@ def _tensors(module: torch.nn.Module) -> dict[str, Tensor]:
     }
 
 
-def _fill(module: torch.nn.Module, tensors: dict[str, Tensor], path: Path, other: set[str]) -> None:
-    wanted = {name: list(value.shape) for name, value in module.named_parameters()}
-    missing, extra = wanted.keys() - tensors.keys(), tensors.keys() - wanted.keys() - other
-    if missing or extra:
-        odd = f"lacks {min(missing)}" if missing else f"has {min(extra)}, which is not known"
-        raise CheckpointError(f"{path} {odd}: it is another kind of head, or damaged")
-    for name, shape in wanted.items():
-        found = list(tensors[name].shape)
-        if found != shape:
-            raise CheckpointError(
-                f"{path}: {name} is {found}, expected {shape}: config.json is another head's"
-            )
-    module.load_state_dict({name: tensors[name].float() for name in wanted}, strict=False)
+def _fill(head: EagleLayer | MedusaHeads, tensors: dict[str, Tensor]) -> None:
+    """Set the weights, which check_fits has found to fit."""
+    module = weights_of(head)
+    module.load_state_dict(
+        {name: tensors[name].float() for name, _ in module.named_parameters()}, strict=False
+    )

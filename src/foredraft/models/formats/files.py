@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,9 +94,21 @@ _NUMBERS = (
     "target_hidden_size",
     "medusa_num_heads",
     "medusa_num_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
 )
+_POSITIVE = ("rms_norm_eps", "rope_theta")
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
-_OBJECTS = ("eagle_config", "foredraft", "transformer_layer_config", "target")
+_OBJECTS = (
+    "eagle_config",
+    "foredraft",
+    "transformer_layer_config",
+    "target",
+    "rope_parameters",
+    "rope_scaling",
+)
 _LISTS = ("eagle_aux_hidden_state_layer_ids", "hidden_layers")
 
 
@@ -107,14 +120,22 @@ def check_types(config: dict[str, Any], path: Path) -> None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         if name in _NUMBERS and not (whole and value > 0):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a whole number above 0")
+        if name in _POSITIVE and not (isinstance(value, int | float) and 0 < value < math.inf):
+            raise CheckpointError(f"{path}: {name} is {value!r}, expected a number above 0")
         if name in _FLAGS and not isinstance(value, bool):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected true or false")
         if name in _LISTS and not (isinstance(value, list) and all(isinstance(i, int) for i in value)):
             raise CheckpointError(f"{path}: {name} is {value!r}, expected a list of layer numbers")
+        if name == "tree" and not (isinstance(value, list) and all(_is_path(entry) for entry in value)):
+            raise CheckpointError(f"{path}: {name} is {value!r}, expected lists of ranks, 0 or more")
         if name in _OBJECTS:
             if not isinstance(value, dict):
                 raise CheckpointError(f"{path}: {name} is {value!r}, expected an object")
             check_types(value, path)
+
+
+def _is_path(entry: Any) -> bool:
+    return isinstance(entry, list) and bool(entry) and all(type(rank) is int and rank >= 0 for rank in entry)
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:

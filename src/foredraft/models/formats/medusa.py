@@ -28,12 +28,6 @@ def from_medusa(
     return config | {"foredraft": own}, {_bare(name): tensor for name, tensor in tensors.items()}
 
 
-def block_names(config: dict[str, Any]) -> list[str]:
-    """Return the names of all residual blocks that the config promises, without `.weight` and `.bias`."""
-    heads, layers = int(config["medusa_num_heads"]), int(config["medusa_num_layers"])
-    return [f"{head}.{layer}.linear" for head in range(heads) for layer in range(layers)]
-
-
 def found_heads(tensors: dict[str, Tensor]) -> tuple[int, int]:
     """Return how many heads, and residual blocks in each, the tensors make."""
     blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
