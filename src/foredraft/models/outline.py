@@ -113,7 +113,7 @@ def known(path: Path, dtype: str) -> Outline | None:
 
 
 def _key(path: Path, dtype: str) -> str | None:
-    return kept.model_key(path, dtype, kernels.PROCESSOR)
+    return kept.model_key(path, dtype, kernels.PROCESSOR, kernels.HAS_UNIT)
 
 
 def _from_json(found: dict[str, Any]) -> Outline:

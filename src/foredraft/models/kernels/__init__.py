@@ -13,6 +13,7 @@ from foredraft.models.kernels.dense import WIDTH, in_bytes, interleaved, laid_ou
 from foredraft.models.kernels.head import LEVEL_PHASES, run_head
 from foredraft.models.kernels.layers import ENDING, PHASES, run_layers
 from foredraft.models.kernels.luck import gumbels
+from foredraft.models.kernels.matrix import HAS_UNIT
 from foredraft.models.kernels.numbers import LOG2E
 from foredraft.models.kernels.pairs import IS_QUICK, PROCESSOR
 from foredraft.models.kernels.phases import PUT, PUT_GELU, PUT_SILU, attended, own_bytes, product
@@ -35,6 +36,7 @@ __all__ = [
     "ENDING",
     "FED",
     "FOUND",
+    "HAS_UNIT",
     "IS_QUICK",
     "LEAST",
     "LEVELS",

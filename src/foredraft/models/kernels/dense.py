@@ -14,6 +14,8 @@ import torch.nn.functional as F
 from numba import njit
 from torch import Tensor
 
+from foredraft.models.kernels import matrix
+from foredraft.models.kernels.matrix import HAS_UNIT, matrix_sums
 from foredraft.models.kernels.numbers import OPTIONS, UINT
 from foredraft.models.kernels.pairs import IS_WIDE, WIDENED, pair_sums
 
@@ -23,18 +25,22 @@ _LANES, _VECTORS = 16, 3 if IS_WIDE else 2
 WIDTH = _LANES * _VECTORS
 SMALL_AT_ONCE, OFFSET = 4, 128 + 64
 AT_ONCE = 8 if IS_WIDE else 6  # as many sums as there are registers for
-SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE) * WIDTH
+SUMS_BYTES = 4 * max(AT_ONCE, SMALL_AT_ONCE, matrix.AT_ONCE if HAS_UNIT else 0) * WIDTH
 _ROW, _BYTE_ROW = UINT(4 * WIDTH), UINT(2 * WIDTH)  # bytes of a row of a tile, also of sums; of one of bytes
 _one, _two, _three, _four, _five, _six, _seven, _eight = (  # those of more than AT_ONCE are never called
     pair_sums(min(rows, AT_ONCE), _VECTORS, _LANES, fresh=True, asks=ASKS) for rows in range(1, 9)
 )
+_by_unit = matrix_sums(_VECTORS) if HAS_UNIT else _one  # which is never called
+_UNIT_ROWS, _UNIT_PAIRS = UINT(matrix.AT_ONCE), UINT(matrix.PAIRS)
 
 
 @njit(inline="always")
-def share_of(left: Any, small: Any) -> Any:
+def share_of(left: Any, small: Any, pairs: Any) -> Any:
     """Return how many of so many rows are multiplied next, by tiles of bytes if `small`. With few registers
     four and five are the fastest.
     """
+    if HAS_UNIT and not small and pairs % _UNIT_PAIRS == UINT(0):
+        return min(left, _UNIT_ROWS)
     most = UINT(SMALL_AT_ONCE) if small else UINT(AT_ONCE)
     if left <= most or IS_WIDE or small:
         return min(left, most)
@@ -42,11 +48,11 @@ def share_of(left: Any, small: Any) -> Any:
 
 
 @njit(inline="always")
-def shares_of(left: Any, small: Any) -> Any:
+def shares_of(left: Any, small: Any, pairs: Any) -> Any:
     """Return in how many shares so many rows are multiplied."""
     shares = UINT(0)
     while left:
-        left -= share_of(left, small)
+        left -= share_of(left, small, pairs)
         shares += UINT(1)
     return shares
 
@@ -58,7 +64,9 @@ def tile_sums(
     """Sums of up to AT_ONCE rows, `apart` bytes from each other, over a tile; out: float32 [rows, WIDTH]. The
     rows are float32 if WIDENED. If it ASKS, then for the tile that is `ahead`: see pair_sums.
     """
-    if rows == UINT(1):
+    if HAS_UNIT and pairs % _UNIT_PAIRS == UINT(0):
+        _by_unit(x, apart, rows, weights, _ROW, pairs, out, _ROW)
+    elif rows == UINT(1):
         _one(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)
     elif rows == UINT(2):
         _two(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)

@@ -149,10 +149,10 @@ def product(
         weight, next_ = weights + tile * size, weights
         if following < units:
             next_ += following % count * size
-        step = stride // UINT(2) // shares_of(last - first, scales)
+        step = stride // UINT(2) // shares_of(last - first, scales, pairs)
         row, ahead = first, next_
         while row < last:
-            few = share_of(last - row, scales)
+            few = share_of(last - row, scales, pairs)
             from_row = x + row * apart
             read = room + (row - first) * wide if WIDENED else from_row
             if scales:
