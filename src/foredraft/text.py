@@ -44,7 +44,7 @@ def encode_chat(
             tokenize=False,
             add_generation_prompt=True,
         )
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise ConfigError(f"the messages do not fit the model's chat template: {error}") from error
     return encode_text(tokenizer, text, most=most, add_special_tokens=False)
 
@@ -214,7 +214,7 @@ class TextStream:
             self._ready.append(window[:start])
             self._tail, self._stopped = "", True
             return
-        held = max((_overlap(window, stop) for stop in self._stop), default=0)
+        held = max((overlap(window, stop) for stop in self._stop), default=0)
         self._tail = window[len(window) - held :]
         self._ready.append(window[: len(window) - held])
 
@@ -225,7 +225,7 @@ class TextStream:
         return min((start for start in starts if start >= 0), default=-1)
 
 
-def _overlap(text: str, stop: str) -> int:
+def overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that `stop` begins with, `stop` itself apart."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)

@@ -9,6 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foredraft.server.answers import Choice
 from foredraft.server.calls import GrowingCall
 from foredraft.server.grammar import CALL_BEGIN, CALL_END
 
@@ -40,6 +41,29 @@ def test_the_pieces_are_the_call(name: str, arguments: dict[str, Any], cuts: lis
     whole = "".join(piece["function"]["arguments"] for piece in told)
     assert whole == call.said["function"]["arguments"]
     assert json.loads(whole) == arguments
+
+
+@given(
+    pieces=st.lists(st.sampled_from(["<tool_", "<tool_call>", "call>", "\n", "<", "x"]), max_size=6),
+    called=st.booleans(),
+    cuts=st.lists(st.integers(0, 500)),
+)
+def test_text_before_a_call_is_shown(pieces: list[str], called: bool, cuts: list[int]) -> None:
+    before = "".join(pieces).split(CALL_BEGIN)[0]
+    call = CALL_BEGIN + '{"name": "move", "arguments": {"x": "<tool_call>"}}' + CALL_END
+    if (before + call).find(CALL_BEGIN) != len(before):
+        return  # what ends with the beginning of a call and goes on with a call
+    choice: Any = Choice(0, None, chat=True, may_call=True)  # type: ignore[arg-type]
+    shown, told = "", []
+    for text in [*texts(before + call if called else before + " ", cuts), ""]:
+        choice.finish = None if text else "stop"
+        some, piece = choice._told(text)
+        shown += some
+        told += [piece] if piece else []
+        assert not choice.held or CALL_BEGIN.startswith(choice.held)
+    assert shown == (before if called else before + " ")
+    assert "".join(piece["function"]["arguments"] for piece in told) == '{"x": "<tool_call>"}' * called
+    assert choice.finish == ("tool_calls" if called else "stop")
 
 
 def test_a_call_that_is_cut_tells_what_it_has() -> None:

@@ -91,6 +91,10 @@ def test_a_served_model_ends_with_sigterm(model: Path, tmp_path: Path) -> None:
         "very-secret",
         "--dtype",
         "float32",
+        "--max-batch-tokens",
+        "2",
+        "--max-seqs",
+        "2",
     ]
     with log.open("w") as err, subprocess.Popen(command, stderr=err) as child:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 import llguidance
 import pytest
 import torch
+from tokenizers import AddedToken
 
 import tiny_models
 from foredraft import LLM, SamplingParams
+from foredraft.errors import ConfigError
 from foredraft.server.errors import ApiError
-from foredraft.server.grammar import GrammarMaker
+from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker, MatcherGrammar
 from foredraft.server.prompts import _schema
 from foredraft.server.schemas import Tool
 from tiny_tokenizers import byte_level
@@ -29,6 +32,14 @@ SCHEMA: Any = {
     "required": ["name", "tags", "n"],
     "additionalProperties": False,
 }
+
+
+def make_tool(name: str, **parameters: Any) -> Tool:
+    schema = {"type": "object", "required": ["a"], "additionalProperties": False, **parameters}
+    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+
+
+GO = make_tool("go", properties={"a": {"type": "integer"}})
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +97,25 @@ def test_sampled_drafts_keep_the_grammar(model: Path, draft: Path) -> None:
         }
 
 
-def test_masks_of_a_tree_are_those_of_its_paths() -> None:
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda maker: maker.json(SCHEMA), '{"name": "cat"'),
+        (lambda maker: maker.calls(_schema([GO]), required=False), 'a<tool_call>\n{"name": "'),
+    ],
+    ids=["json", "text, then a call"],
+)
+def test_masks_of_a_tree_are_those_of_its_paths(make: Any, text: str) -> None:
     tokenizer = byte_level()
     maker = GrammarMaker(tokenizer, len(tokenizer), frozenset({1}))
-    grammar = maker.json(SCHEMA)
-    good = tokenizer.encode('{"name": "cat"', add_special_tokens=False)
-    paths = [[], good[:1], good[:4], [good[0], 7], good[:2], good, [1]]
+    grammar = make(maker)
+    good = tokenizer.encode(text, add_special_tokens=False)
+    wrong = [*good, 7]
+    paths = [[], good[:1], good[:4], wrong, good[:-2], good, [1]]
     rows = grammar.allowed(paths)
     for path, row in zip(paths, rows, strict=True):
-        fresh = maker.json(SCHEMA)
-        if path in ([good[0], 7], [1]):
+        fresh = make(maker)
+        if path in (wrong, [1]):
             assert row.all()
             continue
         fresh.advance(path)
@@ -111,7 +131,7 @@ def test_masks_of_a_tree_are_those_of_its_paths() -> None:
         ({"max_items_in_row": 4}, 32),
         ({"step_max_items": 10}, 31),
         ({"step_lexer_fuel": 1000}, 11),
-        ({"step_lexer_fuel": 1600}, None),
+        ({"step_lexer_fuel": 1650}, None),
         ({"max_lexer_states": 100}, 23),
         ({"max_lexer_states": 120}, None),
     ],
@@ -151,30 +171,87 @@ def test_a_limit_ends_an_answer_only_if_it_is_reached_by_what_was_emitted(
         other.advance(text[place : place + 1])
 
 
-def make_tool(name: str, **parameters: Any) -> Tool:
-    schema = {"type": "object", "required": ["a"], "additionalProperties": False, **parameters}
-    return Tool.model_validate({"type": "function", "function": {"name": name, "parameters": schema}})
+def accepts(grammar: MatcherGrammar, tokens: list[int]) -> bool:
+    walked = grammar.fork()
+    for token in tokens:
+        if not walked.allowed([[]])[0, token]:
+            return False
+        walked.advance([token])
+    return bool(walked.allowed([[]])[0, 1])
+
+
+def make_call(name: str, arguments: Any) -> str:
+    return f"{CALL_BEGIN}{json.dumps({'name': name, 'arguments': arguments})}{CALL_END}"
+
+
+@pytest.mark.parametrize("added", [(), ("<tool_call>", "</tool_call>")], ids=["text", "tokens"])
+def test_what_may_come_before_a_call_or_instead(added: tuple[str, ...]) -> None:
+    tokenizer = copy.deepcopy(byte_level())
+    tokenizer.backend_tokenizer.add_tokens([AddedToken(text) for text in added])
+    maker, schema = GrammarMaker(tokenizer, len(tokenizer), frozenset({1})), _schema([GO])
+    required, free = (maker.calls(schema, required=required) for required in (True, False))
+    point = maker.calls(schema, required=False, other={"type": "object", "required": ["x"]})
+
+    def told(text: str) -> list[bool]:
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        return [accepts(grammar, tokens) for grammar in (required, free, point)]
+
+    call = make_call("go", {"a": 1})
+    assert told(call) == [True, True, True]
+    assert told(f"<think>\nhm <tool_\n</think>\n\n{call}") == [False, True, False]
+    assert told("a <tool_call> is a line") == [False, True, False]
+    assert told("") == [False, True, False]
+    assert told('{"x": "<tool_call>"}') == [False, True, True]
+    for wrong in ("a<tool_call>\nb", call + "more", make_call("go", {"b": 1}), "<s>"):
+        assert told(wrong) == [False, False, False]
+
+
+UNSUPPORTED: Any = [
+    {"uniqueItems": True},
+    {"not": {"type": "string"}},
+    {"if": {"type": "string"}, "then": {"maxLength": 3}},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+    {"contains": {"type": "integer"}},
+    {"propertyNames": {"pattern": "a"}},
+    {"dependentRequired": {"a": ["b"]}},
+    {"unevaluatedProperties": False},
+    {"properties": {"a": {}, "b": {}}, "minProperties": 2},
+    {"$ref": "https://example.com/schema"},
+    {"type": "string", "pattern": "(?=a)b"},
+    {"type": "string", "format": "regex"},
+]
+
+
+def test_what_schemas_mean_is_as_documented() -> None:
+    tokenizer = byte_level()
+    maker = GrammarMaker(tokenizer, len(tokenizer), frozenset({1}))
+    for schema in UNSUPPORTED:
+        with pytest.raises(ConfigError, match="the JSON schema is not supported: "):
+            maker.json(schema)
+    one: Any = {"properties": {"a": {"type": "integer"}, "b": {}}}
+    for schema, text, fits in (
+        (one, '{"a": 1, "c": 2}', True),
+        (one, '{"b": 1, "a": 2}', False),
+        (one | {"additionalProperties": False}, '{"a": 1, "c": 2}', False),
+    ):
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+        assert accepts(maker.json({"type": "object", **schema}), tokens) == fits
 
 
 def test_references_in_the_parameters_of_a_tool_are_its_own() -> None:
     letter, whole = {"x": {"enum": ["p", "q"]}}, {"x": {"type": "integer"}}
     again = {"a": {"$ref": "#/$defs/x"}, "b": {"$ref": "#/properties/a"}}
+    named = {"$id": "https://example.com/tool", "$schema": "https://example.com/any"}
     tools = [
         make_tool("tree", properties={"a": whole["x"], "kids": {"type": "array", "items": {"$ref": "#"}}}),
-        make_tool("letters", properties=again, **{"$defs": letter}),
-        make_tool("numbers", properties=again, **{"$defs": whole}),
+        make_tool("letters", properties=again, **{"$defs": letter}, **named),
+        make_tool("numbers", properties=again, **{"$defs": whole}, **named),
     ]
     tokenizer = byte_level()
     grammar = GrammarMaker(tokenizer, len(tokenizer), frozenset({1})).calls(_schema(tools), required=True)
 
     def fits(name: str, arguments: Any) -> bool:
-        call = json.dumps({"name": name, "arguments": arguments})
-        walked = grammar.fork()
-        for token in tokenizer.encode(f"<tool_call>\n{call}\n</tool_call>", add_special_tokens=False):
-            if not walked.allowed([[]])[0, token]:
-                return False
-            walked.advance([token])
-        return bool(walked.allowed([[]])[0, 1])
+        return accepts(grammar, tokenizer.encode(make_call(name, arguments), add_special_tokens=False))
 
     assert fits("tree", {"a": 1, "kids": [{"a": 2}, {"a": 3, "kids": []}]})
     assert not fits("tree", {"a": 1, "kids": [{"b": 2}]})

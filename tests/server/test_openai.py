@@ -8,13 +8,16 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from foredraft import LLM, SamplingParams
 from foredraft.errors import ConfigError
+from foredraft.server.answers import Choice, TokenTexts
 from foredraft.server.errors import ApiError
-from foredraft.server.grammar import GrammarMaker
+from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker
 from foredraft.server.prompts import Preparer
 from foredraft.server.schemas import ChatRequest, CompletionRequest
+from foredraft.types import SpecStats, StepOutput, TokenLogprob
 from tiny_tokenizers import TEMPLATE, byte_level
 
 MESSAGES: Any = [{"role": "user", "content": "the cat sat on the mat, the cat"}]
@@ -25,6 +28,12 @@ POINT: Any = {
     "required": ["x", "ok"],
     "additionalProperties": False,
 }
+
+
+class Answer(BaseModel):
+    ok: bool
+
+
 TOOL: Any = {"type": "function", "function": {"name": "move", "description": "Go.", "parameters": POINT}}
 
 
@@ -150,11 +159,39 @@ def test_logprobs_of_chat(server: Any, offline: LLM, stream: bool) -> None:
     assert said.removesuffix("</s>") == expected.text
 
 
-def test_logprobs_of_text(server: Any) -> None:
-    logprobs = server.openai.completions.create(prompt="the cat", logprobs=2, **GREEDY).choices[0].logprobs
-    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs)
-    assert logprobs.text_offset[1] == len(logprobs.tokens[0])
-    assert all(len(top) <= 2 for top in logprobs.top_logprobs)
+@pytest.mark.parametrize("count", [0, 2])
+def test_logprobs_of_text(server: Any, count: int) -> None:
+    ask: Any = {"model": "tiny", "prompt": "the cat", "logprobs": count, "seed": 2, "max_tokens": 60}
+    choice = server.openai.completions.create(**ask).choices[0]
+    told = choice.logprobs
+    seen = set()
+    for token, logprob, top, offset in zip(
+        told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset, strict=True
+    ):
+        assert top[token] == logprob
+        assert len(top) in ((1,) if count == 0 else (2, 3))
+        seen.add(len(top))
+        if not token.startswith("bytes:"):
+            assert choice.text[offset:].startswith(token.removesuffix("</s>"))
+    assert seen == ({1} if count == 0 else {2, 3})
+    chunks = [chunk.choices[0].logprobs for chunk in server.openai.completions.create(stream=True, **ask)]
+    for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+        assert [one for chunk in chunks for one in getattr(chunk, name)] == getattr(told, name)
+
+
+def test_text_offsets_count_characters() -> None:
+    tokenizer = byte_level()
+    text = "a🙂éb"
+    tokens = [(token, place) for place, char in enumerate(text) for token in tokenizer.encode(char)]
+    ids = [*(token for token, _ in tokens), 1]
+    choice = Choice(0, TokenTexts(tokenizer), chat=False)
+    entries = [TokenLogprob(token, -1.0, ((ids[0], -0.5),)) for token in ids]
+    choice.take(StepOutput("r", ids, "b" * len(ids), entries, text, "stop", SpecStats()))
+    told = choice.whole()["logprobs"]
+    assert told["text_offset"] == [*(place for _, place in tokens), len(text)]
+    assert told["tokens"][1].startswith("bytes:\\xf0")
+    assert [told["tokens"][0], *told["tokens"][-2:]] == ["a", "b", "</s>"]
+    assert [told["top_logprobs"][0], told["top_logprobs"][-2]] == [{"a": -1.0}, {"b": -1.0, "a": -0.5}]
 
 
 def test_stop_seed_and_bias(server: Any) -> None:
@@ -172,16 +209,26 @@ def test_stop_seed_and_bias(server: Any) -> None:
     assert seeded[0] == seeded[1]
 
 
-def test_an_answer_follows_a_schema(server: Any) -> None:
+ENDS = {"": {"stop"}, "none": {"stop"}, "auto": {"stop", "tool_calls"}, "required": {"tool_calls"}}
+
+
+@pytest.mark.parametrize("choice", ENDS)
+def test_an_answer_follows_a_schema(server: Any, choice: str) -> None:
     form: Any = {"type": "json_schema", "json_schema": {"name": "point", "schema": POINT, "strict": True}}
+    tools = {"tools": [TOOL], "tool_choice": choice} if choice else {}
+    done = []
     for seed in range(5):
         answer = server.openai.chat.completions.create(
-            model="tiny", messages=MESSAGES, response_format=form, seed=seed, max_completion_tokens=400
+            model="tiny", messages=MESSAGES, response_format=form, seed=seed, max_tokens=400, **tools
         )
-        if answer.choices[0].finish_reason == "stop":
-            point = json.loads(answer.choices[0].message.content)
+        message, finish = answer.choices[0].message, answer.choices[0].finish_reason
+        if finish != "length":
+            called = [call.function.arguments for call in message.tool_calls or ()]
+            done.append(finish)
+            point = json.loads(*called or [message.content])
             assert set(point) == {"x", "ok"}
             assert point["x"] in range(10)
+    assert set(done) == ENDS[choice]
 
 
 def test_an_answer_is_an_object(server: Any) -> None:
@@ -200,9 +247,14 @@ def test_an_answer_is_an_object(server: Any) -> None:
     assert all(isinstance(value, dict) for value in done)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "move"}}, "auto"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_tool_is_called(server: Any, choice: Any, stream: bool) -> None:
+def test_a_tool_is_called(server: Any, choice: Any, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = None
+    if choice == "auto":  # the model would not call by itself
+        before, maker = "Let me <tool_\n", server.service._preparer._grammars
+        rules = f"start: {json.dumps(before + CALL_BEGIN)} call {json.dumps(CALL_END)}\ncall: %json "
+        monkeypatch.setattr(maker, "calls", lambda schema, **_: maker._made(rules + json.dumps(schema)))
     answer = server.openai.chat.completions.create(
         model="tiny",
         messages=MESSAGES,
@@ -226,7 +278,7 @@ def test_a_tool_is_called(server: Any, choice: Any, stream: bool) -> None:
         message, finish = answer.choices[0].message, answer.choices[0].finish_reason
         calls, content = message.tool_calls, message.content
     assert finish == "tool_calls"
-    assert content is None
+    assert content == before
     assert calls[0].function.name == "move"
     assert set(json.loads(calls[0].function.arguments)) == {"x", "ok"}
 
@@ -250,6 +302,7 @@ def test_tools_may_be_left_alone_and_their_results_told(server: Any) -> None:
         assert answer.choices[0].finish_reason in ("stop", "length")
 
 
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")  # of the client about what it parsed
 def test_an_answer_may_be_sent_back(server: Any) -> None:
     said = server.openai.chat.completions.create(messages=MESSAGES, **GREEDY).choices[0].message
     called = server.openai.chat.completions.create(
@@ -264,6 +317,18 @@ def test_an_answer_may_be_sent_back(server: Any) -> None:
         [called.message.model_dump(), result],
     ):
         assert server.openai.chat.completions.create(messages=[*MESSAGES, *turns], **GREEDY).choices
+    parsed: Any = {"model": "tiny", "messages": MESSAGES, "seed": 1, "max_tokens": 600}
+    tools: Any = [{"type": "function", "function": TOOL["function"] | {"strict": True}}]
+    asks: Any = [{"response_format": Answer}, {"tools": tools, "tool_choice": "required"}]
+    for ask in asks:
+        whole = server.openai.chat.completions.parse(**parsed, **ask)
+        with server.openai.chat.completions.stream(**parsed, **ask) as stream:
+            streamed = stream.get_final_completion()
+        for message in (whole.choices[0].message, streamed.choices[0].message):
+            assert message.parsed or message.tool_calls[0].function.parsed_arguments
+            for turn in (message, message.model_dump()):
+                turns = [*MESSAGES, turn, result if message.tool_calls else MESSAGES[0]]
+                assert server.openai.chat.completions.create(messages=turns, **GREEDY).choices
     with pytest.raises(openai.BadRequestError, match=r"messages\.1\.refusal"):
         server.openai.chat.completions.create(
             messages=[*MESSAGES, said.model_dump() | {"refusal": "no"}], **GREEDY
@@ -330,6 +395,26 @@ def test_templates_that_know_tools_are_told_of_them() -> None:
     body["messages"] = [{"role": "assistant", "content": None}]
     with pytest.raises(ApiError, match="no content"):
         preparer.chat(ChatRequest.model_validate(body))
+
+
+@pytest.mark.parametrize("arguments", ["", "5", '["x"]', '{"x": 1', "[" * 100_000])
+def test_arguments_that_are_no_object_are_told_as_they_are(arguments: str) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "move", "arguments": arguments}}
+    body = {"messages": [{"role": "assistant", "tool_calls": [call]}]}
+    for template, told in (
+        (NATIVE.replace("arguments.x", "arguments"), f"move={arguments}\n"),
+        (TEMPLATE, json.dumps({"name": "move", "arguments": arguments})),
+    ):
+        (asked,) = make_preparer(template, max_len=200_000).chat(ChatRequest.model_validate(body)).asked
+        assert told in byte_level().decode(asked.prompt)
+
+
+def test_arguments_that_a_template_cannot_write_are_refused() -> None:
+    deep = {"name": "move", "arguments": '{"x":' * 700 + "1" + "}" * 700}
+    turn = {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": deep}]}
+    preparer = make_preparer(NATIVE.replace("arguments.x", "arguments | tojson"))
+    with pytest.raises(ConfigError, match="do not fit the model's chat template"):
+        preparer.chat(ChatRequest.model_validate({"messages": [turn]}))
 
 
 def test_templates_that_know_neither_system_nor_tools() -> None:

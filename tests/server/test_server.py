@@ -68,11 +68,26 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
     assert "".join(token["text"] for token in tokens).rstrip("\ufffd") == text.rstrip("\ufffd")
 
 
+def nested(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"properties": {"a": schema}}
+    return schema
+
+
+def as_format(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def as_tool(schema: Any) -> dict[str, Any]:
+    return {"tools": [{"type": "function", "function": {"name": "x", "parameters": schema}}]}
+
+
 @pytest.mark.parametrize(
     ("change", "param", "said"),
     [
         ({"best_of": 2}, "best_of", "best_of is not supported"),
-        ({"functions": []}, "functions", "not supported"),
+        ({"functions": [{"name": "x"}]}, "functions", "not supported"),
         ({"temperature": -1}, "temperature", "greater than or equal to 0"),
         ({"temperature": "1"}, "temperature", 'temperature should be a valid number, not "1"'),
         ({"stop": 5}, "stop", "stop should be a valid string or a valid list, not 5"),
@@ -90,28 +105,24 @@ def test_a_trace_tells_where_tokens_came_from(server: Any) -> None:
         ),
         ({"messages": [5]}, "messages.0", "messages.0 should be an object, not 5"),
         ({"messages": [{"content": "x"}]}, "messages.0.role", "messages.0.role is missing"),
-        ({"messages": [{"role": "nobody", "content": "x"}]}, None, "unknown role nobody"),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "messages", "unknown role nobody"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x', which is no token id"),
-        ({"logit_bias": {"9999": 1}}, None, "logit_bias has token 9999"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias", "logit_bias has token 9999"),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"min_tokens": 13}, None, "min_tokens=13 contradicts max_tokens=12"),
+        ({"min_tokens": 13}, "min_tokens", "min_tokens=13 contradicts max_tokens=12"),
         ({"tool_choice": "x"}, "tool_choice", "'none', 'auto' or 'required' or an object, not \"x\""),
         ({"tool_choice": {"type": "function"}}, "tool_choice.function", "tool_choice.function is missing"),
         ({"foredraft": {"budget": 300}}, "foredraft.budget", "less than or equal to 256 or 'auto', not 300"),
         ({"foredraft": {"speed": 1}}, "foredraft.speed", "foredraft.speed is not supported"),
-        ({"messages": [{"role": "user", "content": "cat " * 3000}]}, None, "the prompt has"),
-        (
-            {
-                "response_format": {
-                    "type": "json_schema",
-                    "json_schema": {"name": "x", "schema": {"type": "foo"}},
-                }
-            },
-            "response_format",
-            "Invalid type: foo",
-        ),
+        ({"messages": [{"role": "user", "content": "cat " * 3000}]}, "messages", "the prompt has"),
+        (as_format({"type": "foo"}), "response_format", "Invalid type: foo"),
+        (as_tool({}) | as_format({"type": "foo"}), "response_format", "Invalid type: foo"),
+        (as_format({"pattern": "(?=a)"}), "response_format", "look-around, including look-ahead"),
+        (as_format(nested(130)), "response_format", "supported: it is nested too deeply, use at most 120"),
+        (as_tool(nested(130)), "tools", "it is nested too deeply, use at most 120 levels"),
+        (as_tool(nested(400)), "tools", "it is nested too deeply, use at most 120 levels"),
         ({"response_format": {}}, "response_format", "response_format.type is missing"),
         ({"response_format": {"type": "xml"}}, "response_format", "'json_schema', not \"xml\""),
         (
@@ -177,11 +188,17 @@ def test_a_body_that_does_not_say_what_it_is_is_refused(server: Any, headers: An
 
 def test_what_asks_for_nothing_is_no_matter(server: Any) -> None:
     nothing = {"user": "me", "store": False, "service_tier": "auto", "metadata": None, "modalities": ["text"]}
+    nothing |= {"prompt_cache_key": "k", "safety_identifier": "s", "functions": [], "function_call": "none"}
+    nothing |= {"seed": -1, "top_k": -1, "skip_special_tokens": True, "spaces_between_special_tokens": True}
+    nothing |= {"length_penalty": 1.0, "use_beam_search": False, "priority": 0, "cache_prompt": True}
+    nothing |= {"include_stop_str_in_output": False, "reasoning_effort": None}
     named = [{**MESSAGES[0], "name": "tom"}]
     assert (
         server.chat(**nothing, messages=named).json()["choices"]
         == (server.chat(messages=MESSAGES).json()["choices"])
     )
+    stream = {"stream": True, "stream_options": {"include_obfuscation": False}}
+    assert server.chat(**stream, service_tier="default", metadata={"a": "b"}).status_code == 200
     text = {"prompt": "the cat", "max_tokens": 2, "suffix": None, "best_of": 1, "echo": False}
     assert server.post("/v1/completions", text).status_code == 200
 

@@ -50,6 +50,10 @@ class Limits:
     max_queue: Annotated[int, option(LIMITS, "Answers that may wait; more are refused (429).", min=0)] = 64
     max_len: Annotated[int | None, option(LIMITS, "Longest prompt and answer, in tokens.", min=2)] = None
     max_tokens: Annotated[int | None, option(LIMITS, "Longest answer, in tokens.", min=1)] = None
+    max_batch_tokens: Annotated[
+        int | None,
+        option(LIMITS, "Prompt tokens fed per step; by default 512, or --max-seqs if that is more.", min=1),
+    ] = None
     max_body_mb: Annotated[float, option(LIMITS, "Largest request body.", min=0.001)] = 4.0
     deadline: Annotated[float, option(LIMITS, "Seconds that a request may take.", min=0.1)] = 600.0
     grace: Annotated[float, option(LIMITS, "Seconds that answers may go on at shutdown.", min=0)] = 20.0
@@ -149,7 +153,12 @@ def _run(
 
     if config.capture is not None:
         os.close(open_capture(config.capture.path))  # so that what is wrong with it is told at once
-    llm = loading.load(max_seqs=limits.max_seqs, max_len=limits.max_len, kv_gb=limits.kv_gb)
+    llm = loading.load(
+        max_seqs=limits.max_seqs,
+        max_len=limits.max_len,
+        kv_gb=limits.kv_gb,
+        max_batch_tokens=limits.max_batch_tokens,
+    )
     service = make_service(llm, config)
     log_as_json(address.log_level)
     host, port = listener.getsockname()[:2]

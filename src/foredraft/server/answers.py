@@ -10,7 +10,7 @@ from typing import Any
 from foredraft.server.calls import GrowingCall
 from foredraft.server.grammar import CALL_BEGIN
 from foredraft.server.metrics import Tally
-from foredraft.text import Detokenizer
+from foredraft.text import Detokenizer, overlap
 from foredraft.types import SpecStats, StepOutput, TokenLogprob
 
 _LOWEST = -9999.0  # JSON has no -inf
@@ -32,9 +32,13 @@ class TokenTexts:
         return self._detokenizer.added(before, token) or b""
 
 
+def _decoder() -> Any:
+    return codecs.getincrementaldecoder("utf-8")("replace")
+
+
 @dataclass(slots=True)
 class Choice:
-    """One answer as it grows. may_call: it may be a tool call, whose text is not shown as such."""
+    """One answer as it grows. may_call: it may end with a tool call, whose text is not shown as such."""
 
     index: int
     texts: TokenTexts
@@ -47,12 +51,14 @@ class Choice:
     finish: str | None = None
     stats: SpecStats = field(default_factory=SpecStats)
     tally: Tally = field(default_factory=Tally)
-    entries: list[dict[str, Any]] = field(default_factory=list)  # chat logprobs
+    entries: list[dict[str, Any]] = field(default_factory=list)  # logprobs
     wants_logprobs: bool = False
     call: GrowingCall | None = None
     traced: list[dict[str, str]] = field(default_factory=list)
     _before: int | None = None
-    _utf8: Any = field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")("replace"))
+    _counted: int = 0  # characters of the text of all tokens
+    _utf8: Any = field(default_factory=_decoder)
+    _counting: Any = field(default_factory=_decoder)
 
     def take(self, output: StepOutput) -> dict[str, Any] | None:
         """Take one step's output; return the choice of its chunk, None if there is nothing to tell yet."""
@@ -68,9 +74,9 @@ class Choice:
         self.entries += new
         if not (shown or called or new or self.traced or self.finish):
             return None
-        delta: dict[str, Any] = {} if self.call else {"content": shown}
+        delta: dict[str, Any] = {"content": shown} if shown or not self.call else {}
         if called:
-            delta = {"tool_calls": [called]}
+            delta["tool_calls"] = [called]
         logprobs = self.logprobs(new) if self.wants_logprobs else None
         body = {"delta": delta} if self.chat else {"text": shown}
         return {"index": self.index, **body, "logprobs": logprobs, "finish_reason": self.finish}
@@ -80,9 +86,8 @@ class Choice:
         logprobs = self.logprobs(self.entries) if self.wants_logprobs else None
         said: dict[str, Any] = {"text": self.text}
         if self.chat:
-            said = {
-                "message": {"role": "assistant", "content": None if self.call else self.text, "refusal": None}
-            }
+            content = self.text if self.text or not self.call else None
+            said = {"message": {"role": "assistant", "content": content, "refusal": None}}
             if self.call:
                 said["message"]["tool_calls"] = [self.call.said]
         return {"index": self.index, **said, "logprobs": logprobs, "finish_reason": self.finish}
@@ -101,43 +106,54 @@ class Choice:
         """Return logprobs as the endpoint has them."""
         if self.chat:
             return {"content": list(entries), "refusal": None}
-        start = sum(len(entry["token"]) for entry in self.entries) - sum(len(e["token"]) for e in entries)
-        offsets = []
-        for entry in entries:
-            offsets.append(start)
-            start += len(entry["token"])
-        return {
-            "tokens": [entry["token"] for entry in entries],
-            "token_logprobs": [entry["logprob"] for entry in entries],
-            "top_logprobs": [{t["token"]: t["logprob"] for t in e["top_logprobs"]} for e in entries],
-            "text_offset": offsets,
-        }
+        names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        return {name: [entry[name] for entry in entries] for name in names}
 
     def _told(self, text: str) -> tuple[str, dict[str, Any] | None]:
         """Return what to show of new text, and what it says of a tool call: either is told, as it grows."""
         if not self.may_call:
             return text, None
+        shown = ""
         if self.call is None:
-            self.held += text
-            if not self.held.startswith(CALL_BEGIN):
-                if not self.finish and CALL_BEGIN.startswith(self.held):
-                    return "", None
-                self.may_call = False
-                return self.held, None
-            self.call, text = GrowingCall(), self.held
+            text = self.held + text
+            begin = text.find(CALL_BEGIN)
+            if begin < 0:
+                begin = len(text) - (0 if self.finish else overlap(text, CALL_BEGIN))
+                self.held = text[begin:]
+                return text[:begin], None
+            self.call, shown, text = GrowingCall(), text[:begin], text[begin:]
         called = self.call.take(text)
         if self.finish and self.call.name is None:  # it was cut before anything was told
-            self.may_call, shown, self.call = False, self.call.text, None
+            shown, self.call = shown + self.call.text, None
             return shown, None
         if self.finish == "stop" and self.call.closed:
             self.finish = "tool_calls"
-        return "", called
+        return shown, called
 
     def _entry(self, entry: TokenLogprob) -> dict[str, Any]:
-        top = [self._logprob(token, logprob) for token, logprob in entry.top]
-        said = {**self._logprob(entry.token, entry.logprob), "top_logprobs": top}
+        own, *top = [self._logprob(*each) for each in ((entry.token, entry.logprob), *entry.top)]
+        if self.chat:
+            said = {**own, "top_logprobs": top}
+        else:
+            named: dict[str, float] = {}  # the token itself, then the likeliest of those that look the same
+            for each in (own, *top):
+                named.setdefault(_name(each), each["logprob"])
+            said = {
+                "tokens": _name(own),
+                "token_logprobs": own["logprob"],
+                "top_logprobs": named,
+                "text_offset": self._place(self.texts.shown(entry.token, self._before)),
+            }
         self._before = entry.token
         return said
+
+    def _place(self, added: bytes) -> int:
+        """Return which character of the text what a token adds begins with: one that is begun may go on."""
+        self._counted += len(self._counting.decode(added[:1]))
+        whole = added and not self._counting.getstate()[0]  # the character is counted
+        place = self._counted - 1 if whole else self._counted
+        self._counted += len(self._counting.decode(added[1:]))
+        return place
 
     def _logprob(self, token: int, logprob: float) -> dict[str, Any]:
         raw = self.texts.bytes_of(token, self._before)
@@ -152,6 +168,12 @@ class Choice:
             traced.append({"text": self._utf8.decode(self.texts.shown(token, before)), "origin": origin})
             before = token
         return traced
+
+
+def _name(said: dict[str, Any]) -> str:
+    """Return a token as text logprobs name it: its text, or its bytes if they are part of a character."""
+    token: str = said["token"]
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in said["bytes"]) if "\ufffd" in token else token
 
 
 def usage(prompt_tokens: int, choices: Sequence[Choice]) -> dict[str, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from fastapi.exceptions import RequestValidationError
@@ -50,10 +51,13 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def refused(error: Exception, param: str | None = None) -> ApiError:
-    """Return a ForedraftError of ours as an answer."""
+def refused(error: Exception, fields: Container[str]) -> ApiError:
+    """Return a ForedraftError of ours as an answer. Its message begins with the field at fault, if one is."""
     code = "context_length_exceeded" if isinstance(error, CapacityError) else None
-    return ApiError(400, str(error), param=param, code=code)
+    found = re.match(r"(?:the )?(\w+)", str(error))
+    first = found[1] if found else ""
+    param = "messages" if first == "prompt" and "messages" in fields else first
+    return ApiError(400, str(error), param=param if param in fields else None, code=code)
 
 
 def bug() -> ApiError:

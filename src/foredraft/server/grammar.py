@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import llguidance
-import llguidance.hf
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from foredraft.errors import ConfigError
+from foredraft.text import Detokenizer
 
 Mask = np.ndarray[Any, np.dtype[np.bool_]]
 
@@ -29,33 +31,68 @@ class GrammarMaker:
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self.vocab_size, self._eos = vocab_size, sorted(eos_ids)
         width = max(vocab_size, len(tokenizer))
-        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=width, eos_token=self._eos)
+        known = llguidance.TokenizerWrapper(_Vocabulary(tokenizer, width, self._eos[0]))
+        self._tokenizer = llguidance.LLTokenizer(known, n_vocab=width, eos_token=self._eos)
 
     def json(self, schema: dict[str, Any]) -> MatcherGrammar:
         """Return the grammar of the JSON values that fit a schema; raises ConfigError."""
         options: Any = {"whitespace_pattern": _SPACE}
-        return self._made(
-            llguidance.LLMatcher.grammar_from_json_schema(schema_text(schema), defaults=options)
-        )
+        text = schema_text(schema)
+        try:
+            grammar = llguidance.LLMatcher.grammar_from_json_schema(text, defaults=options)
+        except (ValueError, RuntimeError) as error:
+            raise _unsupported(str(error)) from error
+        return self._made(grammar)
 
-    def calls(self, schema: dict[str, Any], *, required: bool) -> MatcherGrammar:
-        """Return the grammar of one tool call that fits a schema or, unless it is required, of free text.
+    def calls(
+        self, schema: dict[str, Any], *, required: bool, other: dict[str, Any] | None = None
+    ) -> MatcherGrammar:
+        """Return the grammar of one tool call that fits a schema, between <tool_call> lines.
 
-        A call stands between <tool_call> lines; free text is any text that does not begin with such a line.
+        Unless it is required any text may come before it, or instead of it if no such line begins in it; with
+        `other` JSON that fits that schema may come instead, and nothing before.
         """
-        options = schema_text({"x-guidance": {"whitespace_pattern": _SPACE}} | schema)
-        call = f"{json.dumps(CALL_BEGIN)} call {json.dumps(CALL_END)}"
-        text = r"/(?s:.*)/ & ~/<tool_call>\n(?s:.*)/"
-        start = call if required else f"FREE | {call}"
-        return self._made(f"start: {start}\nFREE: {text}\ncall: %json {options}\n")
+        begin, end = json.dumps(CALL_BEGIN), json.dumps(CALL_END)
+        rules = [f"call: {_json_rule(schema)} {end}"]
+        if required:
+            rules += [f"start: {begin} call"]
+        elif other is not None:
+            rules += [f"start: {begin} call | other", f"other: {_json_rule(other)}"]
+        else:  # "opened" ends where the first <tool_call> line does, as it is lazy
+            rules += ["start: FREE | opened call", "TEXT: /(?s:.*)/", f"opened[lazy]: TEXT {begin}"]
+            rules += [f"FREE: TEXT & ~(TEXT {begin} TEXT)"]
+        return self._made("\n".join(rules))
 
     def _made(self, grammar: str) -> MatcherGrammar:
         begin = partial(llguidance.LLMatcher, self._tokenizer, grammar, log_level=0)
         matcher = begin()
         if matcher.is_error():
-            reason = matcher.get_error().split("failed to compile JSON schema: ")[-1].strip().splitlines()[0]
-            raise ConfigError(f"the JSON schema is not supported: {reason}")
+            raise _unsupported(matcher.get_error())
         return MatcherGrammar(begin, matcher, self.vocab_size, self._eos)
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance wants it. All that `Detokenizer` shows is text: <think> and <tool_call>, too,
+    which in many models are added tokens, but not special ones.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Any, size: int, eos_id: int) -> None:
+        self.eos_token_id = eos_id
+        detokenizer = Detokenizer(tokenizer)
+        word = next((token for token in range(size) if detokenizer.added(None, token)), None)
+        texts = [detokenizer.added(word, token) for token in range(size)]
+        self.tokens = [text or b"" for text in texts]
+        self.special_token_ids = [token for token, text in enumerate(texts) if text is None]
+        # A copy: another thread encodes prompts.
+        self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        self._backend.no_padding()
+        self._backend.no_truncation()
+
+    def __call__(self, text: str) -> list[int]:
+        """Return the tokens of a text. Where a grammar leaves one text only, no others are allowed."""
+        return list(self._backend.encode(text, add_special_tokens=False).ids)
 
 
 class MatcherGrammar:
@@ -166,7 +203,19 @@ def schema_text(schema: dict[str, Any]) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the JSON schema is not supported: {error}") from error
+        raise _unsupported(str(error)) from error
+
+
+def _json_rule(schema: dict[str, Any]) -> str:
+    return f"%json {schema_text({'x-guidance': {'whitespace_pattern': _SPACE}} | schema)}"
+
+
+def _unsupported(said: str) -> ConfigError:
+    lines = said.split("failed to compile JSON schema: ")[-1].strip().splitlines()
+    reason = next((line for line in lines if line.startswith("error: ")), lines[0]).removeprefix("error: ")
+    if re.search("recursion (limit|depth) exceeded", reason):
+        reason = "it is nested too deeply, use at most 120 levels"
+    return ConfigError(f"the JSON schema is not supported: {reason}")
 
 
 def _shared(walked: Sequence[int], path: Sequence[int]) -> int:

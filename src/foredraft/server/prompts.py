@@ -10,10 +10,12 @@ from typing import Any
 
 from foredraft.errors import ConfigError
 from foredraft.server.errors import ApiError
-from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker, MatcherGrammar, schema_text
+from foredraft.server.grammar import CALL_BEGIN, CALL_END, GrammarMaker, MatcherGrammar
 from foredraft.server.schemas import (
+    CalledFunction,
     ChatRequest,
     CompletionRequest,
+    Format,
     JsonObject,
     JsonSchemaFormat,
     Message,
@@ -74,6 +76,7 @@ class Preparer:
     def chat(self, body: ChatRequest) -> Prepared:
         """Prepare a chat completion; raises ApiError or a ForedraftError."""
         tools = _tools(body)
+        grammar = self._grammar(body, tools)
         prompt = self._prompt(body.messages, tools)
         if body.max_tokens and body.max_completion_tokens and body.max_tokens != body.max_completion_tokens:
             raise ApiError(400, "max_tokens and max_completion_tokens differ: give one", param="max_tokens")
@@ -82,7 +85,6 @@ class Preparer:
         limit = self._limit(body.max_completion_tokens or body.max_tokens, body.min_tokens, self._max_len)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = _params(body, limit, logprobs)
-        grammar = self._grammar(body, tools)
         return Prepared(_answers([prompt], params, body.n or 1, grammar), len(prompt), bool(tools))
 
     def _prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
@@ -115,21 +117,16 @@ class Preparer:
         return wanted or max(min(default, most or default), least or 0)
 
     def _grammar(self, body: ChatRequest, tools: Sequence[Tool]) -> MatcherGrammar | None:
-        wanted = body.response_format
+        param, wanted, grammar = "response_format", _wanted(body.response_format), None
         try:
+            if wanted is not None:
+                grammar = self._grammars.json(wanted)
             if tools:
-                if isinstance(wanted, JsonObject | JsonSchemaFormat):
-                    raise ApiError(
-                        400, "response_format and tools exclude each other", param="response_format"
-                    )
-                return self._grammars.calls(_schema(tools), required=body.tool_choice not in (None, "auto"))
-            if isinstance(wanted, JsonObject):
-                return self._grammars.json({"type": "object"})
-            if isinstance(wanted, JsonSchemaFormat):
-                return self._grammars.json(wanted.json_schema.schema_)
+                param, required = "tools", body.tool_choice not in (None, "auto")
+                grammar = self._grammars.calls(_schema(tools), required=required, other=wanted)
         except ConfigError as error:
-            raise ApiError(400, str(error), param="tools" if tools else "response_format") from error
-        return None
+            raise ApiError(400, str(error), param=param) from error
+        return grammar
 
 
 def _parts(prompt: str | Sequence[Any]) -> Sequence[Any]:
@@ -180,21 +177,28 @@ def _tools(body: ChatRequest) -> list[Tool]:
     return named
 
 
+def _wanted(form: Format | None) -> dict[str, Any] | None:
+    """Return the JSON schema that an answer must fit, None for any text."""
+    if isinstance(form, JsonSchemaFormat):
+        return form.json_schema.schema_
+    return {"type": "object"} if isinstance(form, JsonObject) else None
+
+
 def _schema(tools: Sequence[Tool]) -> dict[str, Any]:
     """Return the JSON schema of a call to one of the tools."""
     definitions: dict[str, Any] = {}
     calls = []
     for tool in tools:
         name = tool.function.name
-        arguments = {"type": "object", **(tool.function.parameters or {})}
+        # With an id of its own references within the parameters, as "#", are of them alone.
+        arguments = {"type": "object", **(tool.function.parameters or {}), "$id": f"tool:{name}"}
+        arguments.pop("$schema", None)
         if name in definitions:
             raise ApiError(400, f"tools has two functions named {name}: rename one", param="tools")
         if (kind := arguments["type"]) != "object":
             raise ApiError(400, f"the parameters of {name} have type {kind!r}: use object", param="tools")
-        place = f"#/$defs/{name}"  # whose references to itself, as "#", are of this place then
-        moved = schema_text(arguments).replace('"$ref": "#', f'"$ref": "{place}')
-        definitions[name] = json.loads(moved)
-        properties = {"name": {"const": name}, "arguments": {"$ref": place}}
+        definitions[name] = arguments
+        properties = {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}}
         calls.append(
             {
                 "type": "object",
@@ -236,7 +240,7 @@ def _messages(messages: Sequence[Message], tools: Sequence[Tool], system: bool) 
 
 def _native(index: int, message: Message) -> dict[str, Any]:
     """Return a message as templates know it that know tools."""
-    calls = [{"type": "function", "function": _call(index, c.function)} for c in message.tool_calls or ()]
+    calls = [{"type": "function", "function": _call(c.function)} for c in message.tool_calls or ()]
     said = {"role": _role(message), "content": _text(index, message), **_name(message)}
     return said | {"tool_calls": calls} if calls else said
 
@@ -244,7 +248,7 @@ def _native(index: int, message: Message) -> dict[str, Any]:
 def _turn(index: int, message: Message) -> dict[str, str]:
     content = _text(index, message)
     if message.tool_calls:
-        calls = [f"{CALL_BEGIN}{json.dumps(_call(index, c.function))}{CALL_END}" for c in message.tool_calls]
+        calls = [f"{CALL_BEGIN}{json.dumps(_call(c.function))}{CALL_END}" for c in message.tool_calls]
         content = "\n".join([content, *calls] if content else calls)
     if message.role == "tool":  # a role that few templates know
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
@@ -266,10 +270,10 @@ def _role(message: Message) -> str:
     return "system" if message.role == "developer" else message.role
 
 
-def _call(index: int, call: Any) -> dict[str, Any]:
+def _call(call: CalledFunction) -> dict[str, Any]:
+    """Return a call as templates know it: its arguments are an object, or the text that a model wrote."""
     try:
-        return {"name": call.name, "arguments": json.loads(call.arguments)}
-    except (ValueError, RecursionError) as error:
-        raise ApiError(
-            400, f"messages[{index}] has a tool call whose arguments are no JSON", param="messages"
-        ) from error
+        arguments = json.loads(call.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    return {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}

@@ -9,8 +9,28 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validat
 from foredraft.types import MAX_SEED, SamplingParams
 
 MAX_N = 16
-# OpenAI's defaults of fields that are not here: they ask for nothing.
-_NEUTRAL = {"best_of": 1, "echo": False, "store": False, "service_tier": "auto", "modalities": ["text"]}
+# What asks for nothing, or for what is done anyway: the values of a field, or their type if all do.
+_NEUTRAL: dict[str, list[Any] | type] = {
+    "best_of": [1],
+    "cache_prompt": bool,
+    "echo": [False],
+    "function_call": ["none"],
+    "functions": [[]],
+    "include_stop_str_in_output": [False],
+    "length_penalty": [1, 1.0],
+    "metadata": dict,
+    "modalities": [["text"]],
+    "priority": [0],
+    "prompt_cache_key": str,
+    "safety_identifier": str,
+    "seed": [-1],
+    "service_tier": ["auto", "default"],
+    "skip_special_tokens": [True],
+    "spaces_between_special_tokens": [True],
+    "store": [False],
+    "top_k": [-1],
+    "use_beam_search": [False],
+}
 
 
 def _unicode(text: str) -> str:
@@ -25,6 +45,7 @@ def _unicode(text: str) -> str:
 Text = Annotated[str, AfterValidator(_unicode)]
 Token = Annotated[int, Field(ge=0)]
 Stop = Annotated[Text, Field(min_length=1, max_length=1000)]
+Ignored = Annotated[Any, Field(exclude=True)]  # accepted, and not captured
 
 
 class Body(BaseModel):
@@ -34,8 +55,10 @@ class Body(BaseModel):
 
 
 def _neutral(name: str, value: Any) -> bool:
-    default = _NEUTRAL.get(name)
-    return value is None or (type(value) is type(default) and value == default)
+    known = _NEUTRAL.get(name, [])
+    if isinstance(known, type):
+        return isinstance(value, known)
+    return any(type(value) is type(each) and value == each for each in known)
 
 
 class Foredraft(Body):
@@ -52,6 +75,7 @@ class StreamOptions(Body):
     """
 
     include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # there never is any
 
 
 class Sampling(Body):
@@ -86,7 +110,7 @@ class Sampling(Body):
         return {
             name: value
             for name, value in body.items()
-            if name in cls.model_fields or not _neutral(name, value)
+            if not _neutral(name, value) and (value is not None or name in cls.model_fields)
         }
 
     def params(self, *, max_tokens: int, logprobs: int | None) -> SamplingParams:
@@ -127,6 +151,7 @@ class CalledFunction(Body):
 
     name: Text
     arguments: Text
+    parsed_arguments: Ignored = None
 
 
 class ToolCall(Body):
@@ -135,6 +160,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"]
     function: CalledFunction
+    index: Ignored = None
 
 
 class Message(Body):
@@ -145,11 +171,12 @@ class Message(Body):
     name: Text | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=64)] | None = None
     tool_call_id: str | None = None
-    # OpenAI's clients send an answer back with all of its fields; empty they say nothing.
+    # OpenAI's clients send an answer back with all of its fields, and what they made of it themselves.
     refusal: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
     audio: None = None
     function_call: None = None
+    parsed: Ignored = None
 
 
 class Function(Body):

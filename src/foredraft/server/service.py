@@ -105,7 +105,7 @@ class Service:
                 self._prepare, prepare, body
             )
         except ForedraftError as error:
-            raise refused(error) from error
+            raise refused(error, type(body).model_fields) from error
         return prepared
 
     def _reject(self, reason: str, status: int, message: str, after_s: float) -> ApiError:
@@ -163,7 +163,7 @@ class Service:
             running = self._running(request, body, prepared)
             self.worker.submit(running.ticket)
             try:
-                await self._queued(running.ticket)
+                await self._queued(running)
                 self._record(request, body)  # not before: what is refused here would be refused in a replay
                 self.metrics.prompt_tokens.inc(prepared.prompt_tokens)
                 on_start(running)
@@ -200,11 +200,11 @@ class Service:
         return Running(body, prepared, choices, Ticket(ids, prepared.asked), head)
 
     @staticmethod
-    async def _queued(ticket: Ticket) -> None:
+    async def _queued(running: Running) -> None:
         try:
-            await ticket.queued
+            await running.ticket.queued
         except (ConfigError, CapacityError) as error:
-            raise refused(error) from error
+            raise refused(error, type(running.body).model_fields) from error
         except EngineFailed as error:
             raise ApiError(500, "the engine failed; the request may be sent again") from error
 
@@ -212,9 +212,8 @@ class Service:
     def _check_grammars(prepared: Prepared) -> None:
         for asked in prepared.asked:
             if asked.grammar is not None and asked.grammar.error:
-                raise ApiError(
-                    400, f"the grammar is too complex: {asked.grammar.error}", param="response_format"
-                )
+                param = "tools" if prepared.calls else "response_format"
+                raise ApiError(400, f"the grammar is too complex: {asked.grammar.error}", param=param)
 
     async def _whole(self, request: Request, body: ChatRequest | CompletionRequest) -> Response:
         async def take(running: Running, choice: Choice, output: StepOutput) -> None:
