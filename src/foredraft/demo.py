@@ -20,6 +20,7 @@ from foredraft.types import Completion, SamplingParams
 Identity = Literal["yes", "tie", "NO"]
 _TOP = 20  # tokens whose log-probabilities are asked for; the most that SamplingParams gives
 _NOISE_TOP = 5  # the likeliest of them, between which the noise is measured
+_NOISE_FLOOR = 1e-5  # nats: what float32 rounds of a log-probability itself, as in measure/greedy.py
 _NOISE_AT = 8  # places of an answer where it is measured
 _RESAMPLES = 10_000
 _WARM_UP_TOKENS = 24
@@ -140,7 +141,7 @@ def _noise(llm: LLM, prompt: list[int], answer: list[int], alone: Sequence[dict[
     places = range(len(alone) - 1, 0, -max(1, len(alone) // _NOISE_AT))
     params = SamplingParams(temperature=0, max_tokens=1, budget=0, logprobs=_TOP)
     together = llm.generate([prompt + answer[:place] for place in places], params)
-    noise = 0.0
+    noise = _NOISE_FLOOR
     for place, completion in zip(places, together, strict=True):
         for entry in completion.logprobs or ():
             moved = [

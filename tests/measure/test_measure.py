@@ -23,7 +23,7 @@ from foredraft.cli.report import show
 from foredraft.errors import ConfigError
 from foredraft.measure import run
 from foredraft.measure.acceptance import from_counters, from_response, parse_metrics
-from foredraft.measure.client import Client, RequestFailed
+from foredraft.measure.client import Client, Reply, RequestFailed
 from foredraft.measure.mock_server import MockTruth
 from foredraft.measure.records import ArmInfo, Header, Record, RecordFile, Result, read_record
 from foredraft.measure.run import make_header
@@ -298,6 +298,77 @@ def test_a_wrong_key_and_a_server_of_another_kind_are_named(capsys: Any) -> None
     with serving(Starlette(routes=[models, chat])) as url:
         assert command("measure", "--baseline", url) == 2
         assert "does not answer a plain request" in capsys.readouterr().err
+
+
+def said(**choice: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "finish_reason": None, **choice}]}
+
+
+@pytest.mark.parametrize(
+    ("chunk", "text", "usage"),
+    [
+        (said(delta={"content": "a", "tool_calls": None, "role": None}), "a", None),
+        (said(delta=None, text=None), "", None),
+        (
+            said(message={"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}),
+            "ab",
+            None,
+        ),
+        ({"choices": None, "error": None, "usage": {"completion_tokens": 3}}, "", 3),
+        ({"choices": [], "usage": {"completion_tokens": "3"}}, "", None),
+        ({"choices": [], "usage": "three"}, "", None),
+    ],
+)
+def test_replies_are_read_as_they_are_meant(chunk: dict[str, Any], text: str, usage: int | None) -> None:
+    reply = Reply()
+    reply.take(chunk, 1.0)
+    assert (reply.text, reply.usage) == (text, usage)
+
+
+def test_a_probability_of_nothing_is_the_lowest() -> None:
+    reply = Reply()
+    told = [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "b", "logprob": None}]}]
+    reply.take(said(delta={"content": "a"}, logprobs={"content": told}), 1.0)
+    told = [{"a": -0.5, "b": None}]
+    legacy = {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": told}
+    reply.take(said(text="a", logprobs=legacy), 1.0)
+    assert reply.tokens is not None
+    assert [(token.logprob, token.top["b"]) for token in reply.tokens] == [(-0.5, -9999), (-9999, -9999)]
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        {"choices": ["a"]},
+        said(delta="a"),
+        said(delta={"content": 5}),
+        said(delta={"content": "a"}, logprobs={"content": [{}]}),
+    ],
+)
+def test_what_is_no_reply_is_an_error_of_its_request(chunk: dict[str, Any]) -> None:
+    with pytest.raises(RequestFailed, match="no OpenAI reply"):
+        Reply().take(chunk, 1.0)
+
+
+def test_events_are_read_as_servers_write_them() -> None:
+    lines = [
+        ": ping",
+        "event: message",
+        "id: 7",
+        f"data:{json.dumps(said(delta={'content': 'a'}))}",
+        "",
+        f"data: {json.dumps(said(delta={}, finish_reason='stop'))}",
+    ]
+
+    async def stream(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": "\r\n".join([*lines, "", ""]).encode()})
+
+    with serving(stream) as url, asyncio.Runner() as loop:
+        client = Client(url, model="m")
+        reply = loop.run(client.ask("/v1/completions", {"prompt": "x"}, stream=True))
+        loop.run(client.close())
+    assert (reply.text, reply.finish) == ("a", "stop")
 
 
 def test_an_answer_that_breaks_off_has_failed_and_is_not_asked_for_again() -> None:

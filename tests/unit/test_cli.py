@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +26,7 @@ from foredraft.cli import main, options
 from foredraft.cli.chat import talk
 from foredraft.cli.generate import _texts
 from foredraft.cli.options import Loading, Sampling
-from foredraft.cli.output import note
+from foredraft.cli.output import note, print_json
 from foredraft.cli.remote import Remote, ServerError
 from foredraft.errors import CapacityError, ConfigError
 from tiny_tokenizers import build_chat_model
@@ -249,6 +253,66 @@ def test_a_note_stays_one_line(capsys: Any) -> None:
 def test_an_address_that_is_none_is_told() -> None:
     with pytest.raises(ServerError, match="cannot be reached"):
         Remote("http://[::1")
+
+
+@contextmanager
+def saying(models: dict[str, str], events: bytes = b"") -> Iterator[str]:
+    """Serve a list of models with these headers, and one stream; yields its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _answer(self, body: bytes) -> None:
+            self.send_response(302 if models else 200)
+            for name, value in models.items():
+                self.send_header(name, value)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def do_GET(self) -> None:
+            self._answer(b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self._answer(events)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_key_is_not_sent_on() -> None:
+    moved = "http://127.0.0.1:1/v1/models"
+    with saying({"location": moved}) as url, pytest.raises(ServerError, match=f"give --url {moved}"):
+        Remote(url, "secret")
+
+
+def test_a_stream_is_read_as_servers_write_it(capsys: Any) -> None:
+    events = b"""event: message
+: ping
+data:{"choices": [{"delta": {"content": "a", "role": null}}], "error": null}
+
+data: {"choices": [{"delta": null}]}
+
+data: {"choices": null, "usage": {"completion_tokens": 2}}
+
+data: [DONE]
+"""
+    with saying({}, events) as url:
+        assert Remote(url).show([], SamplingParams()) == ("a", True)
+    assert "2 tokens" in capsys.readouterr().err
+
+
+def test_json_has_no_number_that_is_none(capsys: Any) -> None:
+    print_json({"ttft_s": math.nan, "rates": (1.0, -math.inf), "text": "é"})
+    assert capsys.readouterr().out == '{"ttft_s": null, "rates": [1.0, null], "text": "é"}\n'
 
 
 def test_a_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:

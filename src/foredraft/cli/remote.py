@@ -32,6 +32,13 @@ _OTHER = (
 )
 
 
+class _Stays(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, which would send the key on to wherever it leads."""
+
+    def redirect_request(self, *_args: Any) -> None:
+        """Have it told as the answer that it is."""
+
+
 class ServerError(ForedraftError):
     """A server cannot be reached, or refuses."""
 
@@ -44,6 +51,7 @@ class Remote:
             raise ConfigError(f"--url {url!r} is no address: give one like http://127.0.0.1:8000")
         self.base = url.rstrip("/").removesuffix("/v1")
         self._headers = {"content-type": "application/json"}
+        self._opener = urllib.request.build_opener(_Stays)
         if api_key:
             self._headers["authorization"] = f"Bearer {api_key}"
         with closing(self._open("/v1/models")) as response:
@@ -59,8 +67,8 @@ class Remote:
         try:
             for chunk in self._chunks(self._body(messages, params)):
                 usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices", ()):
-                    piece = choice["delta"].get("content") or ""
+                for choice in chunk.get("choices") or ():
+                    piece = (choice.get("delta") or {}).get("content") or ""
                     text += piece
                     print(piece, end="", flush=True)
         except KeyboardInterrupt:
@@ -97,12 +105,14 @@ class Remote:
         with closing(self._open("/v1/chat/completions", body)) as response:
             try:
                 for line in response:
-                    data = line.decode("utf-8").strip().removeprefix("data:").strip()
-                    if data == "[DONE]":
+                    field, _, data = line.decode("utf-8").strip().partition(":")
+                    if field != "data":  # event, id, retry, a comment
+                        continue
+                    if data.strip() == "[DONE]":
                         return
-                    if data and not data.startswith(":"):
+                    if data:
                         chunk = json.loads(data)
-                        if "error" in chunk:
+                        if chunk.get("error"):
                             raise ServerError(f"{self.base} broke off: {_message(chunk)}")
                         yield chunk
             except (OSError, ValueError, http.client.HTTPException) as error:
@@ -112,8 +122,12 @@ class Remote:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(self.base + path, data, self._headers)
-            return urllib.request.urlopen(request, timeout=_TIMEOUT_S)
+            return self._opener.open(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
+            if moved := error.headers.get("location"):
+                raise ServerError(
+                    f"{self.base} sends elsewhere: give --url {moved} if you trust it"
+                ) from error
             with error:
                 said = error.read(10_000).decode("utf-8", "replace")
             try:

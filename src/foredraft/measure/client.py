@@ -16,6 +16,7 @@ from foredraft.measure.acceptance import Counters, parse_metrics
 
 _QUICK_S = 10.0  # for a connection, and for a page of counters
 _BODY_SHOWN = 200  # characters of a server's complaint
+_LOWEST = -9999.0  # what servers write, or null, for -inf, which JSON has not
 _KEY = "give --api-key, or set OPENAI_API_KEY"
 
 
@@ -58,20 +59,29 @@ class Reply:
     last: dict[str, Any] = field(default_factory=dict)
 
     def take(self, chunk: Mapping[str, Any], now: float) -> None:
-        """Add a response, or a chunk of one."""
+        """Add a response, or a chunk of one; raises RequestFailed for one that is none of OpenAI's."""
+        try:
+            self._take(chunk, now)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:
+            raise RequestFailed(f"no OpenAI reply ({error}): {_complaint(json.dumps(chunk))}") from error
+
+    def _take(self, chunk: Mapping[str, Any], now: float) -> None:
         for key in ("metrics", "timings", "meta_info"):
             if chunk.get(key) is not None:
                 self.last[key] = chunk[key]
         usage = chunk.get("usage")
         if isinstance(usage, Mapping):
-            self.usage, self.prompt_tokens = usage.get("completion_tokens"), usage.get("prompt_tokens")
+            self.usage, self.prompt_tokens = (
+                _count(usage, "completion_tokens"),
+                _count(usage, "prompt_tokens"),
+            )
         for choice in chunk.get("choices") or ():
             self._take_choice(choice, now)
 
     def _take_choice(self, choice: Mapping[str, Any], now: float) -> None:
         said = choice.get("delta") or choice.get("message") or {}
         piece = said.get("reasoning_content") or said.get("reasoning") or ""
-        piece += said.get("content") or choice.get("text") or ""
+        piece += _text(said.get("content")) or choice.get("text") or ""
         tokens = _tokens(choice.get("logprobs"))
         ids = choice.get("token_ids")
         known = len(ids) if ids else len(tokens) if tokens else None
@@ -89,6 +99,19 @@ class Reply:
         self.total_s = now
 
 
+def _count(usage: Mapping[str, Any], name: str) -> int | None:
+    """Return a count of tokens, None where what stands there is none."""
+    count = usage.get(name)
+    return count if isinstance(count, int) and not isinstance(count, bool) else None
+
+
+def _text(content: Any) -> str:
+    """Return the text of a message, which some give in parts."""
+    if isinstance(content, list):
+        return "".join(part.get("text") or "" for part in content)
+    return content or ""
+
+
 def _tokens(logprobs: Any) -> list[TokenInfo]:
     """Read log-probabilities as chat completions (content) or completions (tokens) give them."""
     if not isinstance(logprobs, Mapping):
@@ -97,8 +120,8 @@ def _tokens(logprobs: Any) -> list[TokenInfo]:
         return [
             TokenInfo(
                 _name(entry),
-                float(entry["logprob"]),
-                {_name(top): float(top["logprob"]) for top in entry.get("top_logprobs") or ()},
+                _logprob(entry["logprob"]),
+                {_name(top): _logprob(top["logprob"]) for top in entry.get("top_logprobs") or ()},
             )
             for entry in logprobs["content"]
         ]
@@ -106,7 +129,14 @@ def _tokens(logprobs: Any) -> list[TokenInfo]:
         return []
     tops = logprobs.get("top_logprobs") or [None] * len(logprobs["tokens"])
     values = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=False)
-    return [TokenInfo(str(token), float(value), dict(top or {})) for token, value, top in values]
+    return [
+        TokenInfo(str(token), _logprob(value), {name: _logprob(of) for name, of in (top or {}).items()})
+        for token, value, top in values
+    ]
+
+
+def _logprob(value: Any) -> float:
+    return _LOWEST if value is None else float(value)
 
 
 def _name(entry: Mapping[str, Any]) -> str:
@@ -251,7 +281,7 @@ def _parsed(data: str | bytes) -> dict[str, Any]:
         raise RequestFailed(f"no JSON but {_complaint(str(data))}") from error
     if not isinstance(value, dict):
         raise RequestFailed(f"no JSON object but {_complaint(str(data))}")
-    if "error" in value:
+    if value.get("error"):
         raise RequestFailed(_complaint(json.dumps(value["error"])))
     return value
 
