@@ -23,13 +23,12 @@ from foredraft.cli.demo import demo
 from foredraft.cli.generate import generate
 from foredraft.cli.measure import measure
 from foredraft.cli.mock_server import mock_server
+from foredraft.cli.output import INTERRUPTED
 from foredraft.cli.pull import pull
 from foredraft.cli.report import report
 from foredraft.cli.serve import serve
 from foredraft.cli.train import train
 from foredraft.errors import ForedraftError
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     add_completion=False,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.arms import Answering, Asked, loads_of, need_extra
-from foredraft.cli.measure import INTERRUPTED, check_place, run_arms
+from foredraft.cli.measure import check_place, run_arms
 from foredraft.cli.options import takes_options
-from foredraft.cli.output import note, print_json
+from foredraft.cli.output import INTERRUPTED, note, print_json
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foredraft.cli.options import Loading, Sampling, read_stdin, takes_options
-from foredraft.cli.output import note, show_stream
+from foredraft.cli.output import INTERRUPTED, note, show_stream
 from foredraft.cli.remote import Remote, ServerError
 from foredraft.errors import CapacityError, ConfigError
 
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.types import SamplingParams
 
-INTERRUPTED = 130
 HELP = "/reset starts anew, /quit or Ctrl-D leaves, Ctrl-C cancels an answer."
 
 

@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foredraft.cli.options import Loading, Sampling, read_stdin, takes_options
-from foredraft.cli.output import completion_record, note, print_json, show_stream, stats_line
+from foredraft.cli.output import INTERRUPTED, completion_record, note, print_json, show_stream, stats_line
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foredraft.llm import LLM
-
-INTERRUPTED = 130
 
 
 @takes_options

@@ -9,6 +9,7 @@ import typer
 
 from foredraft.cli.arms import REQUESTS, Answering, Asked, loads_of
 from foredraft.cli.options import takes_options
+from foredraft.cli.output import INTERRUPTED
 from foredraft.cli.report import show
 from foredraft.errors import ConfigError
 
@@ -18,8 +19,6 @@ if TYPE_CHECKING:
     from foredraft.measure.records import Record
     from foredraft.measure.run import Arm
     from foredraft.measure.workload import Ask, Load
-
-INTERRUPTED = 130
 
 
 @takes_options

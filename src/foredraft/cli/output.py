@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from foredraft.llm import LLM
     from foredraft.types import Completion, FinishReason, SamplingParams, SpecStats
 
+INTERRUPTED = 130  # exit code after Ctrl-C
+
 
 def stats_line(stats: SpecStats, finish: FinishReason) -> str:
     """Return one line: `128 tokens, 41.3 tokens/s, accept_rate 0.52, mean_emitted 2.10, finish length`."""
