@@ -34,6 +34,7 @@ from foredraft.rows import read_rows
 
 HOME = Path(os.environ.get("PEERS_HOME", "~/.cache/peers")).expanduser()
 OWN = "foredraft"
+DTYPES = {"bf16": "bfloat16", "fp32": "float32"}  # the scripts' words and ours
 # What an engine wants loaded before everything else, as far as it is there.
 PRELOAD = {
     "vllm": (HOME / "venv-vllm/lib/libiomp5.so", Path("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4"))
@@ -55,7 +56,10 @@ class Arm:
         parts = text.split(":")
         if not 2 <= len(parts) <= 4:
             raise SystemExit(f"arm {text!r}: use ENGINE:MODE[:DTYPE[:DRAFT_TOKENS]]")
-        return cls(*parts)
+        arm = cls(*parts)
+        if arm.engine == OWN and (arm.draft_tokens or arm.dtype not in DTYPES):
+            raise SystemExit(f"arm {text!r}: use {OWN}:MODE[:DTYPE], DTYPE one of {', '.join(DTYPES)}")
+        return arm
 
     @property
     def name(self) -> str:
@@ -74,7 +78,7 @@ class Arm:
         )
         more = ["--mode", self.mode, "--dtype", self.dtype]
         if self.engine == OWN:
-            more = ["--own", self.mode, "--model", args.model]
+            more = ["--own", self.mode, "--own-dtype", DTYPES[self.dtype], "--model", args.model]
         if self.engine == "llamacpp" and self.dtype != "q4_1":
             more += ["--model", str(HOME / f"smollm2-135m.{self.dtype}.gguf")]
         if self.draft_tokens:
@@ -118,7 +122,11 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--model", default="smollm2-135m", help="of foredraft; the scripts know their own")
     cli.add_argument("--out", type=Path, default=Path("results/peers.jsonl"))
     cli.add_argument("--own", help=argparse.SUPPRESS)
-    return cli.parse_args()
+    cli.add_argument("--own-dtype", help=argparse.SUPPRESS)
+    args = cli.parse_args()
+    if args.scripts is None and any(not arm.startswith(f"{OWN}:") for arm in args.arms.split(",")):
+        cli.error("arms of other engines need --scripts, the directory with their peer_ENGINE.py")
+    return args
 
 
 def there(arm: Arm) -> bool:
@@ -178,7 +186,7 @@ def answer(args: argparse.Namespace) -> None:
     from foredraft.text import encode_chat
 
     draft = None if args.own == "plain" else args.own
-    llm = LLM(args.model, draft, max_seqs=args.concurrency, prefix_cache=False)
+    llm = LLM(args.model, draft, dtype=args.own_dtype, max_seqs=args.concurrency, prefix_cache=False)
     params = SamplingParams(temperature=args.temperature, max_tokens=args.max_tokens, seed=0)
     rows = load(args.prompts, sys.maxsize)
     prompts = [encode_chat(llm.tokenizer, row["messages"]) for row in rows]
