@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
+import re
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
-from dataclasses import asdict, replace
-from operator import index
+from dataclasses import asdict
 from pathlib import Path
+from reprlib import repr as brief
 from typing import Any, Literal, overload
 
 import psutil  # type: ignore[import-untyped]
@@ -19,16 +19,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from foredraft import zoo
 from foredraft.engine import Engine, EngineConfig
 from foredraft.engine.interrupts import held
-from foredraft.engine.pool import BLOCK, BlockPool
+from foredraft.engine.sequence import token_ids
 from foredraft.errors import CapacityError, ConfigError, ModelError
-from foredraft.models import HFCausal, load_target, load_tokenizer
-from foredraft.propose import LoadedDraft, best_draft, load_draft, make_drafting
+from foredraft.models import load_target, load_tokenizer
+from foredraft.params import number, require, whole
+from foredraft.propose import best_draft, check_budget, check_draft, load_draft, make_drafting
 from foredraft.text import Detokenizer, Message, TextStream, encode_chat, encode_text
-from foredraft.types import MAX_SEED, Completion, Piece, SamplingParams, SpecStats, StepOutput, TokenLogprob
+from foredraft.types import Completion, Piece, SamplingParams, SpecStats, StepOutput
 
 Prompt = str | Sequence[int]
+Talk = Sequence[Message]
+Params = SamplingParams | Sequence[SamplingParams]
 Budget = int | Literal["auto"]
 _DEFAULT = SamplingParams()
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+_DEVICE = re.compile(r"auto|cpu|cuda(:\d+)?")
 _KV_SHARE = 0.5  # of the free memory, at most, for the KV cache unless kv_gb says otherwise
 
 
@@ -71,6 +76,19 @@ class LLM:
             raise ConfigError(
                 "compile=True is not supported: leave it out, models that have a compiled pass take it anyway"
             )
+        check_draft(str(draft or "none"))
+        check_budget(budget, tree)
+        max_seqs = whole("max_seqs", max_seqs, "a whole number, 1 or more", 1)
+        config = EngineConfig(
+            max_seqs=max_seqs,
+            max_len=2 if max_len is None else max_len,  # until it is known what fits
+            max_batch_tokens=max(512, max_seqs) if max_batch_tokens is None else max_batch_tokens,
+            prefix_cache=prefix_cache,
+        )
+        if kv_gb is not None:
+            number("kv_gb", kv_gb, "0 or more, or leave it out", 0)
+        require(dtype in _DTYPES, "dtype", dtype, ", ".join(_DTYPES))
+        require(bool(_DEVICE.fullmatch(str(device))), "device", device, "auto, cpu, cuda or cuda:N")
         self.model_path = zoo.resolve(model)
         target = load_target(self.model_path, dtype=dtype, device=device)
         if target.token_ids is not None:
@@ -79,13 +97,18 @@ class LLM:
         self.tokenizer = load_tokenizer(self.model_path)
         self.draft = best_draft(target) if draft == "auto" else str(draft or "none")
         draft_model = load_draft(self.draft, target=target, tokenizer=self.tokenizer)
-        self.max_len, kv_tokens = _sizes(target, draft_model, max_seqs, max_len, kv_gb)
+        position = target.kv_bytes_per_token + (draft_model.kv_bytes_per_token if draft_model else 0)
+        memory = kv_gb * 1e9 if kv_gb is not None else _KV_SHARE * _free_bytes(target.device)
+        config = config.fitted(
+            max_len=max_len, context=target.max_len, memory=memory, bytes_per_token=position
+        )
+        self.max_len = config.max_len
         detokenizer = Detokenizer(self.tokenizer)
         drafting = make_drafting(
             self.draft,
             draft_model,
             vocab_size=target.vocab_size,
-            kv_tokens=kv_tokens,
+            kv_tokens=config.kv_tokens,
             budget=budget,
             tree=tree,
             target=target,
@@ -93,13 +116,7 @@ class LLM:
         self.engine = Engine(
             target,
             drafting.proposer,
-            config=EngineConfig(
-                max_seqs=max_seqs,
-                max_len=self.max_len,
-                max_batch_tokens=max_batch_tokens or max(EngineConfig().max_batch_tokens, max_seqs),
-                kv_tokens=kv_tokens,
-                prefix_cache=prefix_cache,
-            ),
+            config=config,
             controller=drafting.controller,
             make_sink=lambda params: TextStream(detokenizer, params.stop, params.min_tokens),
         )
@@ -108,7 +125,7 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] = _DEFAULT,
+        params: Params = _DEFAULT,
         *,
         n: int = 1,
         progress: bool = False,
@@ -120,58 +137,72 @@ class LLM:
         CapacityError before anything runs if a prompt is empty or leaves no room for an answer. An interrupt
         cancels what runs and is raised again.
         """
-        batch = [prompts] if isinstance(prompts, str) else list(prompts)
-        if n < 1:
-            raise ConfigError(f"n={n} is out of range: use 1 or more")
-        prompts_ids = [self._encode(prompt) for prompt in batch for _ in range(n)]
-        each = [_seeded(one, i) for one in _each(params, len(batch)) for i in range(n)]
-        return self._run(prompts_ids, each, progress)
+        batch = [self._encode(prompt) for prompt in _listed(prompts)]
+        return self._run(batch, _each(params, len(batch)), n, progress)
 
     @overload
-    def chat(self, messages: Sequence[Message], params: SamplingParams = ...) -> Completion: ...
+    def chat(self, messages: Talk, params: SamplingParams = ..., *, progress: bool = ...) -> Completion: ...
 
     @overload
     def chat(
-        self, messages: Sequence[Sequence[Message]], params: SamplingParams | Sequence[SamplingParams] = ...
+        self, messages: Talk, params: Params = ..., *, n: int, progress: bool = ...
+    ) -> list[Completion]: ...
+
+    @overload
+    def chat(
+        self, messages: Sequence[Talk], params: Params = ..., *, n: int | None = ..., progress: bool = ...
     ) -> list[Completion]: ...
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: SamplingParams | Sequence[SamplingParams] = _DEFAULT,
+        messages: Talk | Sequence[Talk],
+        params: Params = _DEFAULT,
+        *,
+        n: int | None = None,
+        progress: bool = False,
     ) -> Completion | list[Completion]:
         """Answer a conversation of {"role", "content"} messages, or a list of conversations.
 
-        Raises ConfigError if the model has no chat template or the messages do not fit it; else as generate.
+        With `n`, which is as in generate, one conversation has a list of answers too. Raises ConfigError if
+        the model has no chat template or the messages do not fit it; else as generate.
         """
-        if messages and all(isinstance(entry, list | tuple) for entry in messages):
-            prompts = [encode_chat(self.tokenizer, conversation) for conversation in messages]  # type: ignore[arg-type]
-            return self._run(prompts, _each(params, len(prompts)), progress=False)
-        prompt = encode_chat(self.tokenizer, messages)  # type: ignore[arg-type]
-        return self._run([prompt], _each(params, 1), progress=False)[0]
+        if not isinstance(messages, Sequence):
+            raise ConfigError(f'messages are {messages!r}: give a list of {{"role": …, "content": …}}')
+        many = len(messages) > 0 and all(isinstance(entry, list | tuple) for entry in messages)
+        conversations: Any = messages if many else [messages]
+        prompts = [encode_chat(self.tokenizer, conversation) for conversation in conversations]
+        found = self._run(prompts, _each(params, len(prompts)), 1 if n is None else n, progress)
+        return found if many or n is not None else found[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams = _DEFAULT) -> Generator[Piece]:
-        """Answer one prompt piece by piece, one piece a step; closing the iterator cancels the request.
+    def stream(self, prompt: Prompt | Talk, params: SamplingParams = _DEFAULT) -> Generator[Piece]:
+        """Answer one prompt, or one conversation of {"role", "content"} messages, piece by piece, one piece a
+        step; closing the iterator cancels the request.
 
-        The request is queued by this call, which raises as generate does, and runs as pieces are asked for.
+        The request is queued by this call, which raises as generate or chat does, and runs as pieces are
+        asked for.
         """
-        pieces = self._pieces(self._encode(prompt), params)
+        given: Any = prompt
+        said = isinstance(given, list | tuple) and any(isinstance(entry, Mapping) for entry in given)
+        ids = encode_chat(self.tokenizer, given) if said else self._encode(given)
+        pieces = self._pieces(ids, _each(params, 1))
         next(pieces)  # queues the request
         return pieces
 
-    def _pieces(self, prompt: list[int], params: SamplingParams) -> Generator[Piece]:
-        with self._queued([prompt], [params]) as (_, inbox):
+    def _pieces(self, prompt: list[int], params: list[SamplingParams]) -> Generator[Piece]:
+        with self._queued([prompt], params, 1) as (_, inbox):
             yield Piece("", [])
             finish = None
             while finish is None:
                 output = self._next(inbox)
                 finish = output.finish_reason
-                yield Piece(output.text, output.token_ids, finish, output.stats if finish else None)
+                stats = output.stats if finish else None
+                yield Piece(output.text, output.token_ids, finish, stats, output.logprobs)
 
     def _run(
-        self, prompts: list[list[int]], params: list[SamplingParams], progress: bool
+        self, prompts: list[list[int]], params: list[SamplingParams], n: int, progress: bool
     ) -> list[Completion]:
-        with self._queued(prompts, params) as (requests, inbox), _bar(progress) as bar:
+        n = whole("n", n, "a whole number, 1 or more", 1)
+        with self._queued(prompts, params, n) as (requests, inbox), _bar(progress) as bar:
             task = bar.add_task("answers", total=len(requests), tokens=0)
             outputs: dict[str, list[StepOutput]] = {request: [] for request in requests}
             left, tokens = len(requests), 0
@@ -181,19 +212,20 @@ class LLM:
                 finished = output.finish_reason is not None
                 left, tokens = left - finished, tokens + len(output.token_ids)
                 bar.update(task, advance=finished, tokens=tokens)
-        return [_completion(outputs[request]) for request in requests]
+        return [Completion.of(outputs[request]) for request in requests]
 
     @contextmanager
     def _queued(
-        self, prompts: list[list[int]], params: list[SamplingParams]
+        self, prompts: list[list[int]], params: list[SamplingParams], n: int
     ) -> Iterator[tuple[list[str], deque[StepOutput]]]:
-        """Queue requests that share an inbox; whatever happens, none of them is left behind."""
+        """Queue n requests a prompt that share an inbox; whatever happens, none of them is left behind."""
         inbox: deque[StepOutput] = deque()
         requests: list[str] = []
         try:
             for place, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
                 try:
-                    requests.append(self.engine.add(prompt, one))
+                    for answer in range(n):
+                        requests.append(self.engine.add(prompt, one.numbered(answer)))
                 except (ConfigError, CapacityError) as error:
                     if len(prompts) == 1:
                         raise
@@ -215,13 +247,13 @@ class LLM:
                         self._inboxes[output.request_id].append(output)
         return inbox.popleft()
 
-    def _encode(self, prompt: Prompt) -> list[int]:
+    def _encode(self, prompt: Any) -> list[int]:
         if isinstance(prompt, str):
             return encode_text(self.tokenizer, prompt)
         try:
-            return [index(token) for token in prompt]
+            return token_ids(prompt)
         except TypeError as error:
-            raise ConfigError(f"prompt {prompt!r} is neither text nor a list of token ids") from error
+            raise ConfigError(f"prompt {brief(prompt)} is neither text nor a list of token ids") from error
 
 
 def stats_record(stats: SpecStats) -> dict[str, Any]:
@@ -230,62 +262,31 @@ def stats_record(stats: SpecStats) -> dict[str, Any]:
     return asdict(stats) | rates
 
 
-def _each(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+def _listed(prompts: Any) -> list[Any]:
+    """Return a batch as a list; what gives its keys, its bytes or no order when it is read is none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, Mapping | Set | bytes | bytearray) or not isinstance(prompts, Iterable):
+        raise ConfigError(
+            f"prompts are {brief(prompts)}: give a text, or a list of texts or of lists of token ids"
+        )
+    return list(prompts)
+
+
+def _each(params: Params, count: int) -> list[SamplingParams]:
     if isinstance(params, SamplingParams):
         return [params] * count
-    wrong = next((one for one in params if not isinstance(one, SamplingParams)), None)
-    if wrong is not None:
+    if not isinstance(params, list | tuple) or not all(isinstance(one, SamplingParams) for one in params):
         raise ConfigError(f"params are {params!r}: give SamplingParams, one for all or one a prompt")
     if len(params) != count:
         raise ConfigError(f"{len(params)} params for {count} prompts: give one for all, or one a prompt")
     return list(params)
 
 
-def _seeded(params: SamplingParams, number: int) -> SamplingParams:
-    """Give answer `number` of several its own seed."""
-    if params.seed is None or number == 0:
-        return params
-    return replace(params, seed=(params.seed + number) % (MAX_SEED + 1))
-
-
-def _sizes(
-    target: HFCausal, draft: LoadedDraft | None, max_seqs: int, max_len: int | None, kv_gb: float | None
-) -> tuple[int, int]:
-    """Return the longest text and the size of the KV caches of target and draft, both in tokens."""
-    for name, value, least in (("max_len", max_len, 2), ("kv_gb", kv_gb, 0)):
-        if value is not None and not (isinstance(value, int | float) and least <= value < math.inf):
-            raise ConfigError(f"{name}={value!r} is out of range: use {least} or more, or leave it out")
-    memory = kv_gb * 1e9 if kv_gb is not None else _KV_SHARE * _free_bytes(target.device)
-    position = target.kv_bytes_per_token + (draft.kv_bytes_per_token if draft is not None else 0)
-    fit = int(memory / position)
-    if fit < (max_len or 2):
-        raise CapacityError(
-            f"{memory / 1e9:.3g} GB hold a KV cache of {fit} tokens, but one text may take {max_len or 2}: "
-            "lower max_len or raise kv_gb"
-        )
-    longest = max_len or min(target.max_len, fit)
-    return longest, min(fit, max_seqs * BlockPool.needed(longest) * BLOCK)
-
-
 def _free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return int(psutil.virtual_memory().available)
-
-
-def _completion(outputs: list[StepOutput]) -> Completion:
-    logprobs: list[TokenLogprob] | None = None
-    if any(output.logprobs is not None for output in outputs):
-        logprobs = [entry for output in outputs for entry in output.logprobs or ()]
-    finish = outputs[-1].finish_reason
-    assert finish is not None
-    return Completion(
-        text="".join(output.text for output in outputs),
-        token_ids=[token for output in outputs for token in output.token_ids],
-        finish_reason=finish,
-        logprobs=logprobs,
-        stats=outputs[-1].stats,
-    )
 
 
 def _bar(shown: bool) -> Progress:

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from foredraft.errors import ConfigError
 from foredraft.noise import Noise as Noise
 from foredraft.noise import exponentials
 from foredraft.race import first_to_arrive
@@ -109,13 +108,7 @@ def add_bias(logits: Tensor, params: SamplingParams) -> Tensor:
     """
     if not params.logit_bias:
         return logits
-    vocab = logits.shape[-1]
-    if (largest := max(params.logit_bias)) >= vocab:
-        raise ConfigError(f"logit_bias names token {largest}, but the model has tokens 0 to {vocab - 1} only")
-    logits = logits.to(torch.float32, copy=True)
-    tokens = torch.tensor(list(params.logit_bias), device=logits.device)
-    logits[..., tokens] += logits.new_tensor(list(params.logit_bias.values()))
-    return logits
+    return (logits + params.bias_row(logits.shape[-1], logits.device)).float()
 
 
 def to_laws(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -127,6 +120,8 @@ def to_laws(logits: Tensor, params: SamplingParams) -> Tensor:
     """
     logits = add_bias(logits, params).float()
     vocab = logits.shape[-1]
+    if not logits.numel():
+        return logits
     if params.greedy:
         return torch.zeros_like(logits).scatter_(-1, argmax(logits).unsqueeze(-1), 1.0)
     if params.temperature != 1:

@@ -6,8 +6,7 @@ in a draft), `pos` (place in the text, 0 is the first prompt token), `slot` (pla
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import zip_longest
 from typing import Literal, Protocol, get_args
@@ -15,116 +14,11 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-from foredraft.errors import ConfigError
+from foredraft.params import MAX_SEED as MAX_SEED
+from foredraft.params import SamplingParams as SamplingParams
 
 Draw = Literal["fixed", "coupled", "iid", "distinct"]
 FinishReason = Literal["stop", "length", "cancelled"]
-MAX_SEED = 2**63 - 1
-_PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
-
-
-def _require(ok: bool, name: str, value: object, limit: str) -> None:
-    if not ok:
-        raise ConfigError(f"{name}={value!r} is out of range: use {limit}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How one request is sampled. Validated at construction; raises ConfigError.
-
-    The processors run in one order: penalties, logit bias, temperature, top-k, top-p, min-p.
-    `temperature=0` is greedy. `repetition_penalty` looks at prompt and output (Hugging Face); presence and
-    frequency penalties look at the output alone (OpenAI, vLLM). `logprobs=n` returns the target's own
-    log-probability of each emitted token and of its n most likely ones, before any processor.
-    `reproducible=True` makes the text a function of the seed alone, whatever drafts and batch it met
-    (float32). `budget` is the most nodes drafted per step; 0 turns drafting off.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    seed: int | None = None
-    max_tokens: int = 256
-    min_tokens: int = 0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    reproducible: bool = False
-    budget: int | Literal["auto"] = "auto"
-
-    def __post_init__(self) -> None:
-        """Check every field once; nothing later in the engine re-checks them."""
-        for name in ("temperature", "top_p", "min_p", *_PENALTIES):
-            _require(_is_number(getattr(self, name)), name, getattr(self, name), "a finite number")
-        for name in ("top_k", "max_tokens", "min_tokens"):
-            _require(_is_int(getattr(self, name)), name, getattr(self, name), "a whole number")
-        for name in ("ignore_eos", "reproducible"):
-            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        _require(0 <= self.temperature <= 100, "temperature", self.temperature, "0 (greedy) to 100")
-        _require(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _require(0 < self.top_p <= 1, "top_p", self.top_p, "more than 0, up to 1 (off)")
-        _require(0 <= self.min_p <= 1, "min_p", self.min_p, "0 (off) to 1")
-        repetition = self.repetition_penalty
-        _require(0.01 <= repetition <= 100, "repetition_penalty", repetition, "0.01 to 100; 1 is off")
-        for name in _PENALTIES[1:]:
-            _require(-2 <= getattr(self, name) <= 2, name, getattr(self, name), "-2 to 2; 0 is off")
-        _require(self.max_tokens >= 1, "max_tokens", self.max_tokens, "1 or more")
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
-        if self.min_tokens > self.max_tokens:
-            raise ConfigError(
-                f"min_tokens={self.min_tokens} contradicts max_tokens={self.max_tokens}: "
-                f"raise max_tokens to at least {self.min_tokens} or lower min_tokens"
-            )
-        if self.seed is not None:
-            ok = _is_int(self.seed) and 0 <= self.seed <= MAX_SEED
-            _require(ok, "seed", self.seed, f"a whole number from 0 to {MAX_SEED}, or None")
-        if self.logprobs is not None:
-            ok = _is_int(self.logprobs) and 0 <= self.logprobs <= 20
-            _require(ok, "logprobs", self.logprobs, "0 to 20, or None")
-        if self.budget != "auto":
-            ok = _is_int(self.budget) and 0 <= self.budget <= 256
-            _require(ok, "budget", self.budget, "0 (off) to 256, or 'auto'")
-        self._check_stops()
-        self._check_bias()
-
-    def _check_stops(self) -> None:
-        for name in ("stop", "stop_token_ids"):
-            value = getattr(self, name)
-            _require(isinstance(value, Iterable), name, value, "a list of them, () for none")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        for text in stop:
-            _require(isinstance(text, str) and text != "", "stop", text, "non-empty strings")
-        object.__setattr__(self, "stop", stop)
-        ids = tuple(self.stop_token_ids)
-        for token in ids:
-            _require(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids, 0 or more")
-        object.__setattr__(self, "stop_token_ids", ids)
-
-    def _check_bias(self) -> None:
-        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "{token id: bias}")
-        for token, bias in self.logit_bias.items():
-            _require(_is_int(token) and token >= 0, "logit_bias", token, "token ids, 0 or more, as keys")
-            _require(_is_number(bias) and -100 <= bias <= 100, f"logit_bias[{token}]", bias, "-100 to 100")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
-
-    @property
-    def greedy(self) -> bool:
-        """True when the most likely token is always taken."""
-        return self.temperature == 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,13 +155,31 @@ class SpecStats:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One finished answer. token_ids hold all emitted ids, an EOS at the end included; text has no stops."""
+    """One finished answer. token_ids hold all emitted ids; text leaves out what ended it: an EOS, a stop
+    token or a stop string.
+    """
 
     text: str
     token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None
     stats: SpecStats
+
+    @classmethod
+    def of(cls, outputs: Sequence[StepOutput]) -> Completion:
+        """Return what all outputs of a request say together."""
+        finish = outputs[-1].finish_reason
+        assert finish is not None
+        logprobs: list[TokenLogprob] | None = None
+        if any(output.logprobs is not None for output in outputs):
+            logprobs = [entry for output in outputs for entry in output.logprobs or ()]
+        return cls(
+            text="".join(output.text for output in outputs),
+            token_ids=[token for output in outputs for token in output.token_ids],
+            finish_reason=finish,
+            logprobs=logprobs,
+            stats=outputs[-1].stats,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,6 +190,7 @@ class Piece:
     token_ids: list[int]
     finish_reason: FinishReason | None = None
     stats: SpecStats | None = None
+    logprobs: list[TokenLogprob] | None = None
 
 
 @dataclass(frozen=True, slots=True)

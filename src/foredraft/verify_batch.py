@@ -99,7 +99,7 @@ def make_forest(jobs: Sequence[Job], *, with_laws: bool) -> Forest:
         refuse_coupled(draft)
     if with_laws and any(draft.laws is not None for draft in drafts):
         none = torch.zeros(0, vocab, device=device)
-        laws = _stack([none if draft.laws is None else draft.laws for draft in drafts], nodes + 1)
+        laws = _stack([none if d.laws is None else d.laws.to(device) for d in drafts], nodes + 1)
     missing = [nodes - len(draft) for draft in drafts]
     tokens = [[*d.tokens.tolist(), *[0] * more] for d, more in zip(drafts, missing, strict=True)]
     parents = [[*d.parents, *[-2] * more] for d, more in zip(drafts, missing, strict=True)]

@@ -141,8 +141,9 @@ def check_counts(request: Request) -> None:
     assert stats.accepted <= stats.levels <= stats.drafted
     if request.params.logprobs is not None:
         assert len(request.logprobs) == len(request.tokens)
-    if request.end == "cancelled":
-        assert request.text == "".join(chr(ord("a") + token) for token in request.tokens)
+    if request.end == "cancelled" or not request.params.stop:  # else a stop string may have cut it
+        shown = request.tokens[:-1] if request.end == "stop" else request.tokens
+        assert request.text == "".join(chr(ord("a") + token) for token in shown)
     SEEN["answers: " + str(request.end)] += 1
     SEEN["accepted"] += stats.accepted
     SEEN["recovered"] += origins.count("r")

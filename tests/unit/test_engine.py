@@ -5,6 +5,7 @@ text.
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -19,7 +20,7 @@ from foredraft.engine.protocols import StepTimes
 from foredraft.engine.sequence import Sequence
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.propose import DraftModelProposer, NgramProposer, SuffixProposer
-from foredraft.types import Needs, SamplingParams, Source, StepOutput
+from foredraft.types import Draft, Needs, SamplingParams, Source, StepOutput, chain
 
 GREEDY = SamplingParams(temperature=0, max_tokens=40)
 CONFIG = EngineConfig(max_seqs=4, max_len=512, max_batch_tokens=16, kv_tokens=2048)
@@ -320,7 +321,7 @@ def test_bad_requests_are_refused_at_once() -> None:
         engine.add([], GREEDY)
     with pytest.raises(CapacityError, match="prompt has 20 tokens"):
         engine.add([1] * 20, GREEDY)
-    wrong: list[Any] = [[1.5], ["a"], 3, None]
+    wrong: list[Any] = [[1.5], ["a"], 3, None, b"ab", {1: 2}, {1, 2}, torch.tensor([[1, 2]])]
     for prompt in wrong:
         with pytest.raises(ConfigError, match="no list of token ids"):
             engine.add(prompt, SamplingParams())
@@ -440,19 +441,102 @@ def test_what_was_cancelled_is_reported_though_a_step_fails(monkeypatch: pytest.
     assert (gone.request_id, gone.finish_reason) == ("request-0", "cancelled")
 
 
-class Greedy(RandomProposer):
-    """Drafts more than it may."""
+LAWS = torch.full((2, 7), 1 / 7)
+WRONG: dict[str, Any] = {
+    "a draft has 6 nodes, and the budget was 5": chain([1] * 6),
+    "the tokens [1, -1]": chain([1, -1]),
+    "the tokens [7]": chain([7]),
+    "the tokens [1.0]": Draft(torch.tensor([1.0]), (-1,)),
+    "the tokens [[1]]": Draft(torch.tensor([[1]]), (-1,)),
+    "float32 (1, 7), not float (2, 7)": chain([1], LAWS[:1], "iid"),
+    "float32 (2, 6), not float (2, 7)": chain([1], LAWS[:, 1:], "distinct"),
+    "int64 (2, 7), not float (2, 7)": chain([1], LAWS.long(), "iid"),
+    "levels that are left": None,  # made below
+    "'list' object has no attribute": [1, 2],
+}
 
-    def propose(self, seqs: Any, budgets: Any) -> Any:
-        return super().propose(seqs, [budget + 1 for budget in budgets])
+
+class Wrong(RandomProposer):
+    """Drafts for one request what no step can verify, a while after it began."""
+
+    draft: Any = None
+
+    def _one(self, seq: Sequence, budget: int) -> Any:
+        if seq.request_id != "bad" or len(seq.output) < 6:
+            return super()._one(seq, budget)
+        if self.draft is None:
+            near = seq.levels_left < budget
+            return chain([1] * (seq.levels_left + 1)) if near else super()._one(seq, 1)
+        return self.draft
 
 
-def test_a_draft_over_its_budget_is_a_proposers_failure(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("fault", WRONG)
+def test_a_draft_that_cannot_be_verified_is_a_proposers_failure(
+    fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
     target = ContextTarget(vocab_size=7)
-    engine = drafting(target, Greedy(target, chain=True), budget=2)
-    engine.add([1, 2], GREEDY, "bad")
-    assert tokens(run(engine)["bad"]) == plain_greedy(target, [1, 2], 40)
-    assert "bad goes on without drafts: the proposer failed: ValueError('a draft has 3 nodes" in caplog.text
+    proposer = Wrong(target)
+    proposer.draft = WRONG[fault]
+    engine = drafting(target, proposer)
+    prompts = {"bad": [1, 2], "good": [2, 3]}
+    for request_id, prompt in prompts.items():
+        engine.add(prompt, GREEDY, request_id)
+    found = run(engine)
+    for request_id, prompt in prompts.items():
+        assert tokens(found[request_id]) == plain_greedy(target, prompt, 40)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("bad goes on without drafts: the proposer failed: ")
+    assert fault in record.getMessage()
+    assert found["good"][-1].stats.accepted > 0
+
+
+class FailingController(Asked):
+    """Fails in one way at its eighth step, or when it is to forget."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def _fail(self, way: str) -> None:
+        if way == self.way and (self.step >= 8 or way == "forget"):
+            raise RuntimeError("planted")
+
+    def rests(self, count: int, batch_tokens: int) -> bool:
+        self._fail("rests")
+        return False
+
+    def budgets(self, seqs: Seq[Sequence], batch_tokens: int) -> Any:
+        self._fail("budgets")
+        wrong = {"too few": [3], "negative": [-1] * len(seqs), "no number": [None] * len(seqs)}
+        return wrong.get(self.way, [3] * len(seqs)) if self.step >= 8 else [3] * len(seqs)
+
+    def observe(self, outputs: Seq[StepOutput], times: StepTimes) -> None:
+        super().observe(outputs, times)
+        self._fail("observe")
+
+    def forget(self, request_id: str) -> None:
+        self._fail("forget")
+
+
+@pytest.mark.parametrize("way", ["rests", "budgets", "too few", "negative", "no number", "observe", "forget"])
+def test_a_failing_controller_ends_drafting_and_nothing_else(
+    way: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = ContextTarget(eos_ids=[3])
+    controller = FailingController(way)
+    engine = Engine(target, RandomProposer(target), config=CONFIG, controller=controller)
+    prompts = [prompt_of(length, length) for length in (1, 5, 17, 40, 63, 2)]
+    ids = [engine.add(prompt, replace(GREEDY, ignore_eos=True)) for prompt in prompts]
+    found = run(engine)
+    for request_id, prompt in zip(ids, prompts, strict=True):
+        assert tokens(found[request_id]) == plain_greedy(ContextTarget(), prompt, 40)
+    assert found[ids[0]][-1].stats.accepted > 0
+    if way == "forget":
+        assert "FailingController failed to forget request-0: RuntimeError('planted')" in caplog.text
+    else:
+        (record,) = caplog.records
+        assert record.getMessage().startswith("no request is drafted for any more: the controller failed: ")
+        assert found[ids[-1]][-1].stats.drafted == 0
 
 
 def test_an_engine_needs_no_more_than_a_target() -> None:
@@ -465,16 +549,20 @@ def test_an_engine_needs_no_more_than_a_target() -> None:
     assert stats.total_s == stats.prompt_s + stats.draft_s + stats.target_s + stats.other_s > 0
 
 
-@pytest.mark.parametrize("method", ["sources", "propose", "observe"])
-def test_a_failing_proposer_is_switched_off(method: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("method", "beside"), [("sources", 40), ("sources", 3), ("propose", 40), ("observe", 40)]
+)
+def test_a_failing_proposer_is_switched_off(
+    method: str, beside: int, caplog: pytest.LogCaptureFixture
+) -> None:
     target = ContextTarget()
     engine = drafting(target, FailingProposer(target, method))
-    prompts = {"good": prompt_of(6, 1), "bad": prompt_of(7, 2)}
-    for request_id, prompt in prompts.items():
-        engine.add(prompt, GREEDY, request_id)
+    prompts = {"good": (prompt_of(6, 1), beside), "bad": (prompt_of(7, 2), 40)}
+    for request_id, (prompt, length) in prompts.items():
+        engine.add(prompt, replace(GREEDY, max_tokens=length), request_id)
     found = run(engine)
-    for request_id, prompt in prompts.items():
-        assert tokens(found[request_id]) == plain_greedy(target, prompt, 40)
+    for request_id, (prompt, length) in prompts.items():
+        assert tokens(found[request_id]) == plain_greedy(target, prompt, length)
     assert "bad goes on without drafts: the proposer failed: RuntimeError('planted')" in caplog.text
     assert not engine.drafter.proposer.known  # type: ignore[union-attr]
 

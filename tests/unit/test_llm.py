@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import tiny_models
-from foredraft import LLM, CapacityError, ConfigError, ModelError, SamplingParams
+from foredraft import LLM, CapacityError, ConfigError, ModelError, SamplingParams, zoo
 from foredraft.llm import stats_record
 from foredraft.propose.factory import _first_accepted
 from tiny_tokenizers import build_chat_model
@@ -80,7 +83,10 @@ def test_a_draft_that_was_never_right_may_become_so(accepted: float, prior: floa
 
 def test_text_and_ids_are_the_same_prompt(llm: LLM) -> None:
     ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
-    assert [c.text for c in llm.generate(ids, GREEDY)] == [c.text for c in llm.generate(PROMPTS, GREEDY)]
+    texts = [c.text for c in llm.generate(PROMPTS, GREEDY)]
+    for given in (ids, map(tuple, ids), [np.array(ids[0]), *map(torch.tensor, ids[1:])]):
+        assert [c.text for c in llm.generate(given, GREEDY)] == texts  # type: ignore[arg-type]
+    assert llm.generate(torch.tensor(ids[:1]), GREEDY)[0].text == texts[0]  # type: ignore[arg-type]
 
 
 def test_each_prompt_has_its_own_params(llm: LLM) -> None:
@@ -95,6 +101,12 @@ def test_params_must_be_params(llm: LLM) -> None:
         llm.generate("a", {"temperature": 0})  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("n", [0, 1.5, True, None])
+def test_a_number_of_answers_is_a_whole_number(llm: LLM, n: Any) -> None:
+    with pytest.raises(ConfigError, match=f"n={n} is out of range: use a whole number, 1 or more"):
+        llm.generate("a", n=n)
+
+
 def test_no_prompts_give_no_answers(llm: LLM) -> None:
     assert llm.generate([]) == []
 
@@ -104,6 +116,8 @@ def test_logprobs_come_with_every_token(llm: LLM) -> None:
     completion = llm.generate("the cat", params)[0]
     assert completion.logprobs is not None
     assert [entry.token for entry in completion.logprobs] == completion.token_ids
+    pieces = list(llm.stream("the cat", params))
+    assert [entry.token for piece in pieces for entry in piece.logprobs or ()] == completion.token_ids
     assert llm.generate("the cat", GREEDY)[0].logprobs is None
 
 
@@ -126,6 +140,20 @@ def test_a_stop_string_ends_text_and_ids(llm: LLM) -> None:
     assert completion.finish_reason == "stop"
     assert completion.token_ids == whole.token_ids[: len(completion.token_ids)]
     assert stop in llm.tokenizer.decode(completion.token_ids)
+    assert "".join(piece.text for piece in llm.stream(PROMPTS[0], params)) == completion.text
+
+
+def test_a_stop_token_ends_ids_and_is_no_text(llm: LLM) -> None:
+    whole = llm.generate(PROMPTS[0], GREEDY)[0]
+    end = next(i for i in range(3, 12) if whole.token_ids[i] not in whole.token_ids[:i])
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(whole.token_ids[end],)
+    )
+    completion = llm.generate(PROMPTS[0], params)[0]
+    assert completion.finish_reason == "stop"
+    assert completion.token_ids == whole.token_ids[: end + 1]
+    assert completion.text == llm.tokenizer.decode(whole.token_ids[:end])
+    assert llm.tokenizer.decode(completion.token_ids) != completion.text
     assert "".join(piece.text for piece in llm.stream(PROMPTS[0], params)) == completion.text
 
 
@@ -192,6 +220,14 @@ def test_chat_answers_one_conversation_or_many(llm: LLM) -> None:
     prompt = llm.tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
     ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
     assert llm.generate([ids], GREEDY)[0].token_ids == one.token_ids
+    assert [token for piece in llm.stream(conversation, GREEDY) for token in piece.token_ids] == one.token_ids
+    warm = SamplingParams(seed=3, max_tokens=5)
+    several = llm.chat(conversation, warm, n=2)
+    assert [c.token_ids for c in several] == [c.token_ids for c in llm.generate([ids], warm, n=2)]
+    assert [c.token_ids for c in llm.chat([conversation], warm, n=2)] == [c.token_ids for c in several]
+    for wrong in (iter(conversation), None, conversation[0]):
+        with pytest.raises(ConfigError, match=r"messages (are|must be) .* list of {"):
+            llm.chat(wrong)  # type: ignore[call-overload]
 
 
 def test_answers_end_where_the_context_ends(model: Path) -> None:
@@ -212,6 +248,14 @@ def test_answers_end_where_the_context_ends(model: Path) -> None:
         ([[99_999]], ConfigError, "token 99999"),
         ([7], ConfigError, "prompt 7 is neither text nor a list of token ids"),
         ([[0.5]], ConfigError, "neither text nor a list of token ids"),
+        ([b"abc"], ConfigError, "neither text nor a list of token ids"),
+        ([{"prompt": "the"}], ConfigError, "{'prompt': 'the'} is neither text nor a list of token ids"),
+        ([{3, 4}], ConfigError, "neither text nor a list of token ids"),
+        ([torch.tensor([[1], [2]])], ConfigError, "neither text nor a list of token ids"),
+        ({"input_ids": [[1]]}, ConfigError, "{'input_ids': .* neither text nor|prompts are {'input_ids'"),
+        (b"abc", ConfigError, "b'abc'"),
+        ({"the"}, ConfigError, "{'the'}"),
+        (None, ConfigError, "None"),
     ],
 )
 def test_bad_prompts_are_refused_before_anything_runs(
@@ -220,7 +264,7 @@ def test_bad_prompts_are_refused_before_anything_runs(
     with monkeypatch.context() as patch:
         patch.setattr(llm.engine.target, "forward", None)
         with pytest.raises(error, match=message):
-            llm.generate(prompts)
+            llm.generate(prompts, n=2)
         with pytest.raises(error):
             llm.stream(prompts[-1] if isinstance(prompts, list) else prompts)
 
@@ -230,12 +274,37 @@ def test_options_that_do_not_fit_are_refused(model: Path) -> None:
         LLM(model, kv_gb=1e-7)
     with pytest.raises(ConfigError, match="max_len=1000 exceeds"):
         LLM(model, max_len=1000)
-    wrong: list[dict[str, Any]] = [{"kv_gb": float("nan")}, {"kv_gb": float("inf")}]
-    for options in (*wrong, {"max_len": 0}, {"budget": 2.5}, {"budget": True}):
-        with pytest.raises(ConfigError, match=f"{next(iter(options))}="):
-            LLM(model, "ngram", **options)
-    with pytest.raises(ConfigError, match="compile=True is not supported: leave it out"):
-        LLM(model, compile=True)
+    with pytest.raises(ConfigError, match=r"tree=\(2, 2\) needs a draft model"):
+        LLM(model, "ngram", tree=(2, 2))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"kv_gb": value} for value in (float("nan"), float("inf"), -1, "1")),
+        *({"max_len": value} for value in (0, 64.0)),
+        *({"budget": value} for value in (2.5, True, None)),
+        *({"max_seqs": value} for value in (0, True, "16", 1.5, None)),
+        *({"max_batch_tokens": value} for value in (0, 4, "9")),
+        *({"tree": value} for value in (5, (), (2, 0), ("2",))),
+        *({"device": value} for value in ("mps", None, "cuda:x")),
+        *({"dtype": value} for value in ("int4", None, torch.float32, ["float32"])),
+        *({"draft": value} for value in ("egale", "ngram+suffix", "egale+suffix", 5)),
+        {"prefix_cache": "no"},
+        {"compile": True},
+    ],
+    ids=str,
+)
+def test_options_are_refused_before_anything_is_loaded(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(ConfigError, match=rf"^{name}=.*: (use|leave)") as refused:
+        LLM("not/there", **options)
+    assert str(value) in str(refused.value)
+
+
+def test_a_lookup_goes_second() -> None:
+    with pytest.raises(ConfigError, match=r"suffix-shared, eagle, medusa.*; a lookup goes second"):
+        LLM("not/there", "ngram+suffix")
 
 
 def test_many_sequences_are_fed_together(model: Path) -> None:
@@ -257,6 +326,16 @@ def test_a_model_without_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_progress_shows_nothing_on_stdout(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.generate(PROMPTS, GREEDY, progress=True)
     assert capsys.readouterr().out == ""
+
+
+def test_the_example_of_a_draft_of_ones_own_runs(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    monkeypatch.setattr(zoo, "resolve", lambda name: model)
+    exec(code, {})
+    assert "% accepted" in capsys.readouterr().out
 
 
 def test_stats_record_has_counts_and_rates(llm: LLM) -> None:

@@ -121,6 +121,19 @@ def test_a_bias_leaves_the_logits_it_was_given() -> None:
     assert (biased - before)[:, [3, 4]].flatten().tolist() == pytest.approx([1, -2, 1, -2], abs=1e-5)
 
 
+def test_a_bias_on_many_tokens_is_laid_out_once() -> None:
+    """And anew for another vocabulary, such as a draft's; in the logits' own precision nothing is rounded."""
+    params = SamplingParams(logit_bias={token: token / 8 for token in range(0, 80, 3)})
+    for vocab in (80, 90):
+        logits = random_logits(3, vocab).bfloat16()
+        wanted = logits.float()
+        for token, bias in params.logit_bias.items():
+            wanted[:, token] += bias
+        assert torch.equal(sampling.add_bias(logits, params), wanted)
+        row = params.bias_row(vocab, logits.device)
+        assert params.bias_row(vocab, logits.device) is row
+
+
 @pytest.mark.parametrize("token", [10, 12])
 def test_a_bias_on_a_token_that_does_not_exist_is_refused(token: int) -> None:
     with pytest.raises(ConfigError, match=f"names token {token}, but the model has tokens 0 to 9 only"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -254,6 +255,14 @@ def test_a_narrow_vocabulary_is_widened() -> None:
     no = -math.inf
     assert full.dtype == torch.bfloat16
     assert full.tolist() == [[2.0, no, 3.0, no, 1.0], [5.0, no, 6.0, no, 4.0]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}], ids=str
+)
+def test_no_rows_have_no_laws(options: dict[str, Any]) -> None:
+    laws = to_laws(torch.empty(0, 7, dtype=torch.bfloat16), SamplingParams(**options))
+    assert (laws.shape, laws.dtype) == ((0, 7), torch.float32)
 
 
 def test_what_is_not_allowed_is_ruled_out() -> None:

@@ -191,8 +191,11 @@ def test_earlier_answers_are_remembered_only_if_allowed() -> None:
     answer = list(range(10, 30))
     for tokens, expected in ((0, []), (1000, answer[4:10])):
         proposer = SuffixProposer(memory_tokens=tokens)
-        proposer.propose([sequence([3, *answer], "first")], [0])
-        proposer.forget("first")
+        first = sequence([3, *answer], "first")
+        for first.ended in (False, True):  # a proposer that failed is made to forget what goes on
+            proposer.propose([first], [0])
+            proposer.forget("first")
+        assert sum(map(len, proposer._memory.halves if proposer._memory else ())) in (0, len(answer) + 1)
         (draft,) = proposer.propose([sequence([4, *answer[:4]], "second")], [6])
         assert draft.tokens.tolist()[: len(expected)] == expected
         assert bool(expected) == bool(len(draft))

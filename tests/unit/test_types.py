@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logit_bias": {7: float("nan")}}, "logit_bias[7]=nan"),
     ({"ignore_eos": 1}, "ignore_eos=1 is out of range: use True or False"),
     ({"reproducible": None}, "reproducible=None"),
+    ({"reproducible": np.True_}, "reproducible=np.True_"),
+    ({"top_k": np.float32(2)}, "top_k=np.float32(2.0) is out of range: use a whole number"),
+    ({"temperature": np.float32("nan")}, "temperature=np.float32(nan)"),
+    ({"temperature": 10**400}, "temperature=1000"),
 ]
 
 
@@ -96,6 +101,18 @@ def test_what_is_given_is_kept_apart_from_the_callers_own() -> None:
     assert hash(params) == hash(SamplingParams(logit_bias={3: 1.0}, stop="end", stop_token_ids=(4, 5)))  # type: ignore[arg-type]
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.top_k = 3  # type: ignore[misc]
+
+
+def test_numpys_numbers_are_numbers() -> None:
+    given: Any = {
+        "temperature": np.float32(0.5),
+        "top_k": np.int64(5),
+        "seed": np.uint8(7),
+        "budget": np.int8(2),
+    }
+    params = SamplingParams(**given, stop_token_ids=np.array([3]), logit_bias={np.int64(4): np.float16(0.5)})
+    assert params == SamplingParams(0.5, 5, seed=7, budget=2, stop_token_ids=(3,), logit_bias={4: 0.5})
+    assert [type(getattr(params, name)) for name in given] == [float, int, int, int]
 
 
 def test_greedy_means_temperature_zero() -> None:

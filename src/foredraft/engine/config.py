@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from foredraft.errors import ConfigError
+from foredraft.engine.pool import BLOCK, BlockPool
+from foredraft.errors import CapacityError, ConfigError
+from foredraft.params import require, whole
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,13 +24,30 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("max_seqs", 1), ("max_len", 2), ("max_batch_tokens", 1), ("kv_tokens", 2)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name}={getattr(self, name)} is too small: use {least} or more")
+            value = whole(name, getattr(self, name), f"a whole number, {least} or more", least)
+            object.__setattr__(self, name, value)
+        require(isinstance(self.prefix_cache, bool), "prefix_cache", self.prefix_cache, "True or False")
         if self.max_batch_tokens < self.max_seqs:
             raise ConfigError(
                 f"max_batch_tokens={self.max_batch_tokens} cannot feed max_seqs={self.max_seqs} sequences: "
                 f"use {self.max_seqs} or more"
             )
+
+    def fitted(
+        self, *, max_len: int | None, context: int, memory: float, bytes_per_token: int
+    ) -> EngineConfig:
+        """Return this with as much cache as `memory` bytes hold, and texts of at most max_len tokens (None:
+        the model's context, or what the cache holds). Raises CapacityError if not even one text fits.
+        """
+        fit, least = int(memory / bytes_per_token), max_len or 2
+        if fit < least:
+            raise CapacityError(
+                f"{memory / 1e9:.3g} GB hold a KV cache of {fit} tokens, but one text may take {least}: "
+                "lower max_len or raise kv_gb"
+            )
+        longest = max_len or min(context, fit)
+        most = self.max_seqs * BlockPool.needed(longest) * BLOCK
+        return replace(self, max_len=longest, kv_tokens=min(fit, most))
 
 
 @dataclass(frozen=True, slots=True)

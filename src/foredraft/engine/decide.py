@@ -79,7 +79,8 @@ def _histories(output: list[int], draft: Draft) -> list[list[int]]:
 def cut(seq: Sequence, draft: Draft, verdict: Verdict, eos_ids: frozenset[int]) -> Emission:
     """End the step's tokens at the first EOS, stop id, stop string or limit, before anything is committed.
 
-    A stop string wins over a later stop id; the sink is told of no token after the end.
+    A stop string wins over a later stop id. The sink is told of no token after the end, nor of an EOS or stop
+    id that is the end: it is no part of the text (as vLLM has it).
     """
     nodes = draft.tokens.tolist()
     tokens = [nodes[node] for node in verdict.path] + [verdict.next_token]
@@ -93,7 +94,7 @@ def cut(seq: Sequence, draft: Draft, verdict: Verdict, eos_ids: frozenset[int]) 
         tokens, finish = tokens[:room], "length"
     if seq.sink is not None:
         emitted = len(seq.tokens) - seq.prompt_len
-        stopped = seq.sink.push(tokens)
+        stopped = seq.sink.push(tokens[:-1] if finish == "stop" else tokens)
         if stopped is not None:
             tokens, finish = tokens[: stopped - emitted], "stop"
     last = "r" if verdict.recovered else "b"

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from itertools import count
-from operator import index
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from foredraft.engine.news import news
 from foredraft.engine.pool import BLOCK, extend_keys
 from foredraft.engine.protocols import Controller, Proposer, StepTimes, Target
 from foredraft.engine.scheduler import Planned, Scheduler
-from foredraft.engine.sequence import Sequence
+from foredraft.engine.sequence import Sequence, token_ids
 from foredraft.engine.watch import Watch
 from foredraft.errors import CapacityError, ConfigError
 from foredraft.sampling import Noise
@@ -62,7 +61,7 @@ class Engine:
                 f"max_len={config.max_len} exceeds the model's context: use {target.max_len} or less"
             )
         self.target, self.config = target, config
-        self.drafter = Drafter(proposer, controller)
+        self.drafter = Drafter(proposer, controller, target.vocab_size)
         self.stats = SpecStats()
         self._kv = target.make_kv(config.kv_tokens)
         self._scheduler = Scheduler(
@@ -104,7 +103,7 @@ class Engine:
         if not isinstance(params, SamplingParams):
             raise ConfigError(f"params are {params!r}: give SamplingParams")
         try:
-            prompt_ids = [index(token) for token in prompt_ids]
+            prompt_ids = token_ids(prompt_ids)
         except TypeError as error:
             raise ConfigError(f"the prompt is no list of token ids: {error}") from error
         if request_id is None:
@@ -270,6 +269,7 @@ class Engine:
 
     def _finish(self, seq: Sequence) -> None:
         """Forget a request: its blocks are free and its id can be used again."""
+        seq.ended = True
         self.drafter.forget(seq.request_id)  # while its blocks are still its own
         self._scheduler.remove(seq, self._kv)
         del self._seqs[seq.request_id]

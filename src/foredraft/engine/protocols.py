@@ -108,7 +108,7 @@ class Controller(Protocol):
 
 @runtime_checkable
 class Keeping(Protocol):
-    """A controller that keeps something for each request."""
+    """A proposer, or a controller that keeps something for each request."""
 
     def forget(self, request_id: str) -> None:
         """Drop what was kept for a request."""

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from operator import index
+from typing import Any
+
+import numpy as np
+from torch import Tensor
 
 from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.sampling import Noise
@@ -28,6 +34,7 @@ class Sequence:
     stats: SpecStats = field(default_factory=SpecStats)
     sources: tuple[Source, ...] | None = None  # ways to draft in this step; None: the proposer has just one
     source: Source | None = None  # the one that is to draft
+    ended: bool = False  # its text grows no more
 
     @property
     def output(self) -> list[int]:
@@ -48,3 +55,13 @@ class Sequence:
     def levels_left(self) -> int:
         """How deep a draft can be of use: the last token that may be emitted is never a guess."""
         return self.limit - len(self.tokens) - 1
+
+
+def token_ids(prompt: Any) -> list[int]:
+    """Return the ids of a list, a tuple or an array of one dimension; raises TypeError for all else, such as
+    bytes and the keys of a mapping.
+    """
+    ids = prompt.tolist() if isinstance(prompt, Tensor | np.ndarray) else prompt
+    if not isinstance(ids, Seq) or isinstance(ids, str | bytes | bytearray):
+        raise TypeError(f"{type(prompt).__name__} is no list")
+    return [index(token) for token in ids]

@@ -58,7 +58,10 @@ def misfit(module: EagleLayer | MedusaHeads, tensors: Mapping[str, Tensor]) -> s
         return f"{min(extra)} is there, which is not known: it is another kind of head, or damaged"
     for name, shape in wanted.items():
         if (found := list(tensors[name].shape)) != shape:
-            return f"{name} is {found}, expected {shape}: config.json is another head's"
+            cause = "config.json is another head's"
+            if isinstance(module, MedusaHeads):  # whose shape is the target's
+                cause = "the head is for a target of another hidden size or vocabulary"
+            return f"{name} is {found}, expected {shape}: {cause}"
         if not tensors[name].is_floating_point():
             return f"{name} is {tensors[name].dtype}: quantised heads are not read, give it in bfloat16"
     return None

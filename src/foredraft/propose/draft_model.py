@@ -19,7 +19,7 @@ from foredraft.engine.kv import KVCache
 from foredraft.engine.pool import BLOCK, BlockTable
 from foredraft.engine.protocols import Target
 from foredraft.engine.sequence import Sequence
-from foredraft.errors import ConfigError
+from foredraft.params import require
 from foredraft.propose.guess import at_nodes, draw_of, drawn, foreseen, is_stuck
 from foredraft.tree import path_to
 from foredraft.types import NO_DRAFT, Draft, Needs, Verdict
@@ -77,8 +77,7 @@ class DraftModelProposer:
     def __init__(
         self, model: Target, *, vocab_size: int, kv_tokens: int, tree: tuple[int, ...] | None = None
     ) -> None:
-        if tree is not None and (not tree or min(tree) < 1):
-            raise ConfigError(f"tree={tree!r} is no tree: give the number of nodes of each level, 1 or more")
+        check_tree(tree)
         self.model, self.vocab_size, self.tree = model, vocab_size, tree
         self.needs = Needs(draw="fixed" if tree else "iid")
         self._kv: KVCache = model.make_kv(kv_tokens)
@@ -208,6 +207,13 @@ class DraftModelProposer:
         state = self._states.pop(request_id, None)
         if state is not None:
             self._kv.pool.shrink(state.table, 0)
+
+
+def check_tree(tree: object) -> None:
+    """Raise ConfigError unless it is None or the sizes of a tree's levels."""
+    sizes = tree if isinstance(tree, tuple | list) else ()
+    ok = len(sizes) > 0 and all(isinstance(size, int) and size > 0 for size in sizes)
+    require(tree is None or ok, "tree", tree, "the number of nodes of each level, 1 or more, as (4, 3, 2)")
 
 
 def _fitted(sizes: tuple[int, ...], budget: int) -> list[int]:

@@ -15,8 +15,9 @@ from foredraft.errors import CheckpointError, ConfigError
 from foredraft.models import HFCausal, load_target, load_tokenizer
 from foredraft.models.checkpoint import is_head, target_facts
 from foredraft.models.formats.files import read_json
+from foredraft.params import whole
 from foredraft.propose.distilled import complete, is_distilled
-from foredraft.propose.draft_model import DraftModelProposer
+from foredraft.propose.draft_model import DraftModelProposer, check_tree
 from foredraft.propose.either import EitherProposer
 from foredraft.propose.heads import EagleDraft, MedusaDraft, load_head, target_record
 from foredraft.propose.ngram import LONGEST, NgramProposer
@@ -43,6 +44,27 @@ class Drafting:
     controller: Controller | None = None
 
 
+def check_draft(draft: str | Path | None) -> None:
+    """Raise ConfigError for a name that is no draft, so that it is told before anything is loaded."""
+    _, other = _parts(draft, None)
+    name = "" if other is None else str(other)
+    if name in ("", *zoo.SHIPPED_KINDS, *zoo.MODELS) or "/" in name or name.endswith(".gguf"):
+        return
+    if not Path(name).expanduser().exists():
+        kinds = ", ".join((*_LOOKUPS, *zoo.SHIPPED_KINDS))
+        raise ConfigError(
+            f"draft={str(draft)!r} is unknown: use auto, none, {kinds}, a directory or a model's name; a "
+            "lookup goes second, behind a head or model, as in eagle+suffix"
+        )
+
+
+def check_budget(budget: int | Literal["auto"], tree: tuple[int, ...] | None) -> None:
+    """Raise ConfigError for what is no budget or no tree, whatever drafts."""
+    if budget != "auto":
+        whole("budget", budget, "0 (off) to 256, or 'auto'", 0, 256)
+    check_tree(tree)
+
+
 def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) -> LoadedDraft | None:
     """Load the head or model that `draft` names; None if it names neither.
 
@@ -50,6 +72,7 @@ def load_draft(draft: str | Path | None, *, target: HFCausal, tokenizer: Any) ->
     model may have another vocabulary than the target. Raises ConfigError if nothing is shipped,
     CheckpointError for a head or distilled draft of another target, or what loading a model raises.
     """
+    check_draft(draft)
     _, draft = _parts(draft, target)
     if draft is None:
         return None
@@ -83,8 +106,7 @@ def make_drafting(
     only. target: whose passes are timed for budget "auto"; without one they are guessed at first. Raises
     ConfigError on options.
     """
-    if budget != "auto" and not (type(budget) is int and 0 <= budget <= 256):
-        raise ConfigError(f"budget={budget!r} is out of range: use 0 (off) to 256, or 'auto'")
+    check_budget(budget, tree)
     if tree is not None and isinstance(model, OtherVocabularyDraft):
         raise ConfigError(
             f"tree={tree} needs a draft model of the target's vocabulary, and {draft!r} has another "

@@ -126,9 +126,9 @@ class SuffixProposer:
         """Learn nothing: the text itself is all there is."""
 
     def forget(self, request_id: str) -> None:
-        """Drop the request's automaton; its answer goes into the memory."""
+        """Drop the request's automaton; its answer goes into the memory once it is whole."""
         state = self._states.pop(request_id, None)
-        if state is not None and self._memory is not None:
+        if state is not None and state.seq.ended and self._memory is not None:
             self._memory.add(state.seq.output)
 
 
