@@ -54,16 +54,23 @@ class Arm:
     @classmethod
     def parse(cls, text: str) -> Arm:
         parts = text.split(":")
-        if not 2 <= len(parts) <= 4:
-            raise SystemExit(f"arm {text!r}: use ENGINE:MODE[:DTYPE[:DRAFT_TOKENS]]")
+        if not 2 <= len(parts) <= 4 or not all(parts) or not all(map(str.isdecimal, parts[3:])):
+            raise argparse.ArgumentTypeError(f"{text!r} is no arm: use ENGINE:MODE[:DTYPE[:DRAFT_TOKENS]]")
         arm = cls(*parts)
         if arm.engine == OWN and (arm.draft_tokens or arm.dtype not in DTYPES):
-            raise SystemExit(f"arm {text!r}: use {OWN}:MODE[:DTYPE], DTYPE one of {', '.join(DTYPES)}")
+            use = f"use {OWN}:MODE[:DTYPE], DTYPE one of {', '.join(DTYPES)}"
+            raise argparse.ArgumentTypeError(f"{text!r} is no arm of ours: {use}")
         return arm
 
     @property
     def name(self) -> str:
         return ":".join(part for part in (self.engine, self.mode, self.dtype, self.draft_tokens) if part)
+
+    def script(self, folder: Path | None) -> Path:
+        """Return what answers prompts with it."""
+        if self.engine == OWN:
+            return Path(__file__).resolve()
+        return (folder or Path()).resolve() / f"peer_{self.engine}.py"
 
     @property
     def python(self) -> Path:
@@ -71,11 +78,6 @@ class Arm:
 
     def command(self, args: argparse.Namespace, prompts: Path, out: Path) -> list[str]:
         """Return what answers the prompts of a file."""
-        script = (
-            Path(__file__).resolve()
-            if self.engine == OWN
-            else args.scripts.resolve() / f"peer_{self.engine}.py"
-        )
         more = ["--mode", self.mode, "--dtype", self.dtype]
         if self.engine == OWN:
             more = ["--own", self.mode, "--own-dtype", DTYPES[self.dtype], "--model", args.model]
@@ -87,7 +89,8 @@ class Arm:
             more += ["--concurrency", str(args.concurrency)]
         common = {"--prompts": prompts, "--out": out, "--max-tokens": args.max_tokens}
         common["--temperature"] = args.temperature
-        return [str(self.python), str(script), *(str(x) for pair in common.items() for x in pair), *more]
+        script = str(self.script(args.scripts))
+        return [str(self.python), script, *(str(x) for pair in common.items() for x in pair), *more]
 
 
 def main() -> None:
@@ -96,15 +99,15 @@ def main() -> None:
     if args.own:
         answer(args)
         return
-    arms = [arm for arm in map(Arm.parse, args.arms.split(",")) if there(arm)]
-    if args.tune:
+    arms = [arm for arm in args.arms if there(arm)]
+    if args.tune and arms:
         arms = tuned(arms, args)
     records = measure(arms, args.prompts, args, args.out)
     rounds = {arm.name: {r["round"] for r in records if r["arm"] == arm.name} for arm in arms}
     whole = [arm for arm in arms if len(rounds[arm.name]) == args.rounds]
     if whole:
         report(records, whole)
-    sys.exit(len(whole) < len(arms))
+    sys.exit(len(whole) < len(arms) or not arms)
 
 
 def parse() -> argparse.Namespace:
@@ -113,20 +116,36 @@ def parse() -> argparse.Namespace:
     cli.add_argument("--scripts", type=Path, help="directory with peer_ENGINE.py")
     cli.add_argument("--prompts", type=Path, nargs="*", help="JSONL files; without any, the demo's prompts")
     cli.add_argument("--tune", type=Path, nargs="*", help="other JSONL files, to choose drafting arms on")
-    cli.add_argument("--limit", type=int, default=2, help="use the first N rows of each file")
-    cli.add_argument("--arms", default=f"{OWN}:plain,{OWN}:auto")
-    cli.add_argument("--rounds", type=int, default=2)
-    cli.add_argument("--concurrency", type=int, default=1, help="requests that run together")
-    cli.add_argument("--max-tokens", type=int, default=128)
+    cli.add_argument("--limit", type=positive, default=2, help="use the first N rows of each file")
+    cli.add_argument("--arms", type=different, default=f"{OWN}:plain,{OWN}:auto")
+    cli.add_argument("--rounds", type=positive, default=2)
+    cli.add_argument("--concurrency", type=positive, default=1, help="requests that run together")
+    cli.add_argument("--max-tokens", type=positive, default=128)
     cli.add_argument("--temperature", type=float, default=0.0)
     cli.add_argument("--model", default="smollm2-135m", help="of foredraft; the scripts know their own")
     cli.add_argument("--out", type=Path, default=Path("results/peers.jsonl"))
     cli.add_argument("--own", help=argparse.SUPPRESS)
     cli.add_argument("--own-dtype", help=argparse.SUPPRESS)
     args = cli.parse_args()
-    if args.scripts is None and any(not arm.startswith(f"{OWN}:") for arm in args.arms.split(",")):
-        cli.error("arms of other engines need --scripts, the directory with their peer_ENGINE.py")
+    for arm in args.arms:
+        if not arm.script(args.scripts).exists():
+            cli.error(f"{arm.name} needs {arm.script(args.scripts)}: give --scripts, the directory with it")
     return args
+
+
+def different(text: str) -> list[Arm]:
+    """Return arms that are told apart by their names."""
+    arms = [Arm.parse(part) for part in text.split(",")]
+    if len(set(arms)) < len(arms):
+        raise argparse.ArgumentTypeError("two arms are the same: name each once")
+    return arms
+
+
+def positive(text: str) -> int:
+    """Return a whole number from 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return int(text)
 
 
 def there(arm: Arm) -> bool:
@@ -169,7 +188,7 @@ def run(arm: Arm, args: argparse.Namespace, prompts: Path, out: Path) -> list[di
     ran = subprocess.run(
         arm.command(args, prompts, out),
         env=env,
-        cwd=args.scripts,
+        cwd=None if arm.engine == OWN else args.scripts,  # --model may name a directory from here
         capture_output=True,
         text=True,
         check=False,

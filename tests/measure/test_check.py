@@ -194,6 +194,8 @@ def test_a_difference_within_the_noise_is_a_tie() -> None:
     assert compare("x", base, Answered(tokens=(1, 2), tops=tops), noise=0.02).judged == "difference"
     moved = Answered(tokens=(1, 1), tops=({1: -0.69, 2: -0.715}, {1: -0.1, 2: -3.0}))
     assert gap_noise([[base], [moved]]) == pytest.approx(0.015)
+    untold = Answered(base.text, tops=tops[:1])  # the same text, without what makes it up
+    assert gap_noise([[base], [moved], [untold]]) == pytest.approx(0.015)
 
 
 class Said:
@@ -247,7 +249,13 @@ def test_ties_are_decided_in_float32(
     assert ("in float32:" in capsys.readouterr().out) == (coarse == 2)
 
 
-def test_servers_are_checked_and_a_certificate_is_written(tmp_path: Path, capsys: Any) -> None:
+def interrupt(*_: Any) -> Any:
+    raise KeyboardInterrupt
+
+
+def test_servers_are_checked_and_a_certificate_is_written(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
     truth = {"ttft_s": 0.0, "inter_token_s": 0.0}
     out = tmp_path / "certificate.json"
     with mock(**truth) as base, mock(**truth) as same, mock(**truth, salt="x") as other:
@@ -258,5 +266,9 @@ def test_servers_are_checked_and_a_certificate_is_written(tmp_path: Path, capsys
         assert json.loads(out.read_text())["certificates"][0]["variant"] == "same"
         assert command(*common, "--variant", f"other={other}") == 1
         assert "IT DIFFERS" in capsys.readouterr().out
+    with mock(**truth) as base, monkeypatch.context() as patch:
+        patch.setattr("foredraft.measure.check.run_check", interrupt)
+        assert command("check", "--baseline", base, "--variant", f"same={base}") == 130
+    capsys.readouterr()
     assert command("check", "--draft", "none", "--alpha", "2") == 2
     assert "--alpha between 0 and 0.5" in capsys.readouterr().err

@@ -18,18 +18,19 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.routing import Route
 
-from foredraft.cli.measure import check_place
 from foredraft.cli.report import show
 from foredraft.errors import ConfigError
 from foredraft.measure import run
 from foredraft.measure.acceptance import from_counters, from_response, parse_metrics
-from foredraft.measure.client import Client, Reply, RequestFailed
+from foredraft.measure.client import Client
+from foredraft.measure.files import check_place
 from foredraft.measure.mock_server import MockTruth
 from foredraft.measure.records import ArmInfo, Header, Record, RecordFile, Result, read_record
 from foredraft.measure.run import make_header
 from foredraft.measure.server_arm import ServerArm
 from foredraft.measure.stats import Figures, figures, speedup
 from foredraft.measure.tables import summary, verdicts
+from foredraft.measure.wire import Reply, RequestFailed
 from foredraft.measure.workload import Ask, Defaults, Load, load_asks, parse_loads, repeated
 from foredraft.rows import read_rows
 
@@ -241,12 +242,16 @@ def test_an_interrupt_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any, 
         (["--baseline", "URL", "--limit", "0"], "--limit 0 is too small"),
         (["--baseline", "URL", "--timeout", "0"], "--timeout 0 is no limit"),
         (["--draft", "none,none"], "no list of different drafts"),
-        (["--draft", "none,nosuch"], "--draft 'nosuch' is unknown"),
+        (["--draft", "none,nosuch"], "draft='nosuch' is unknown"),
         (["--draft", "none:5"], "--draft none:5 gives no draft a budget"),
         (["--baseline", "URL", "--draft", "ngram", "--dtype", "float32"], "--draft, --dtype is for engines"),
         (["--baseline", "URL", "--load", "1,1"], "two loads are the same"),
         (["--baseline", "URL", "--load", "1,4,16", "--rate", "2,2.0"], "of 1, 4, 16, 2/s, 2/s"),
-        (["--baseline", "URL", "--report", "/"], "--report / cannot be written"),
+        (["--baseline", "URL", "--report", "/"], "/ cannot be written (Is a directory): name another file"),
+        (["--baseline", "http://[::1"], "'http://[::1' is no URL of a server"),
+        (["--baseline", "http://"], "'http://' is no URL of a server"),
+        (["--baseline", "URL", "--api-key", "\u00e9"], "the API key is not plain ASCII"),
+        (["--baseline", "URL", "--temperature", "nan"], "--temperature nan is none"),
     ],
 )
 def test_user_errors_are_one_line(args: list[str], message: str, tmp_path: Path, capsys: Any) -> None:
@@ -259,10 +264,27 @@ def test_user_errors_are_one_line(args: list[str], message: str, tmp_path: Path,
 
 
 def test_places_are_looked_at_before_the_work(tmp_path: Path, capsys: Any) -> None:
-    check_place("--out", tmp_path / "new" / "records.jsonl")
+    check_place(tmp_path / "new" / "records.jsonl")
     assert not list((tmp_path / "new").iterdir())
     assert command("measure", "--model", "/nowhere", "--out", str(tmp_path)) == 2
-    assert f"--out {tmp_path} cannot be written" in capsys.readouterr().err
+    assert f"{tmp_path} cannot be written" in capsys.readouterr().err
+
+
+def test_a_full_disk_loses_no_figures(capsys: Any) -> None:
+    with mock(ttft_s=0.0, inter_token_s=0.0) as url:
+        asked = ["--load", "1", "--limit", "2", "--max-tokens", "4", "--out", "/dev/full"]
+        assert command("measure", "--baseline", url, *asked) == 2
+    shown = capsys.readouterr()
+    assert "all requests" in shown.out
+    assert "error: /dev/full cannot be written (No space left on device)" in shown.err
+
+
+def test_half_a_character_is_kept_as_json_writes_it(tmp_path: Path) -> None:
+    file = RecordFile(tmp_path / "a.jsonl", make_header([], [], asks(), 0))
+    file.add(Result("a", "all", "base", "1", 0, 0.0, math.nan, text="\ud83d\ude00"))
+    file.close()
+    (_, _), (_, row) = read_rows(tmp_path / "a.jsonl")
+    assert (row["text"], row["total_s"]) == ("\U0001f600", None)
 
 
 def test_names_are_shown_as_they_are(capsys: Any) -> None:
@@ -294,10 +316,11 @@ def test_a_wrong_key_and_a_server_of_another_kind_are_named(capsys: Any) -> None
         assert command("measure", "--baseline", url) == 2
         assert "is it an OpenAI-compatible server?" in capsys.readouterr().err
     models = Route("/v1/models", lambda request: JSONResponse({"data": [{"id": "m"}]}))
-    chat = Route("/v1/chat/completions", lambda request: JSONResponse({"hello": 1}), methods=["POST"])
+    refusal = JSONResponse({"error": {"message": "not today"}})
+    chat = Route("/v1/chat/completions", lambda request: refusal, methods=["POST"])
     with serving(Starlette(routes=[models, chat])) as url:
         assert command("measure", "--baseline", url) == 2
-        assert "does not answer a plain request" in capsys.readouterr().err
+        assert 'does not answer a plain request: {"message": "not today"}' in capsys.readouterr().err
 
 
 def said(**choice: Any) -> dict[str, Any]:
@@ -317,6 +340,7 @@ def said(**choice: Any) -> dict[str, Any]:
         ({"choices": None, "error": None, "usage": {"completion_tokens": 3}}, "", 3),
         ({"choices": [], "usage": {"completion_tokens": "3"}}, "", None),
         ({"choices": [], "usage": "three"}, "", None),
+        (said(delta={"reasoning": "a", "content": "b"}), "ab", None),
     ],
 )
 def test_replies_are_read_as_they_are_meant(chunk: dict[str, Any], text: str, usage: int | None) -> None:
@@ -330,10 +354,12 @@ def test_a_probability_of_nothing_is_the_lowest() -> None:
     told = [{"token": "a", "logprob": -0.5, "top_logprobs": [{"token": "b", "logprob": None}]}]
     reply.take(said(delta={"content": "a"}, logprobs={"content": told}), 1.0)
     told = [{"a": -0.5, "b": None}]
-    legacy = {"tokens": ["a"], "token_logprobs": [None], "top_logprobs": told}
-    reply.take(said(text="a", logprobs=legacy), 1.0)
+    for nothing in (None, -math.inf, math.nan):
+        legacy = {"tokens": ["a"], "token_logprobs": [nothing], "top_logprobs": told}
+        reply.take(said(text="a", logprobs=legacy), 1.0)
     assert reply.tokens is not None
-    assert [(token.logprob, token.top["b"]) for token in reply.tokens] == [(-0.5, -9999), (-9999, -9999)]
+    found = [(token.logprob, token.top["b"]) for token in reply.tokens]
+    assert found == [(-0.5, -9999), *[(-9999, -9999)] * 3]
 
 
 @pytest.mark.parametrize(
@@ -350,25 +376,36 @@ def test_what_is_no_reply_is_an_error_of_its_request(chunk: dict[str, Any]) -> N
         Reply().take(chunk, 1.0)
 
 
-def test_events_are_read_as_servers_write_them() -> None:
-    lines = [
-        ": ping",
-        "event: message",
-        "id: 7",
-        f"data:{json.dumps(said(delta={'content': 'a'}))}",
-        "",
-        f"data: {json.dumps(said(delta={}, finish_reason='stop'))}",
-    ]
+def streamed(*lines: str) -> Reply:
+    """What a client makes of a stream of such lines, the last of which has no end."""
 
     async def stream(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": "\r\n".join([*lines, "", ""]).encode()})
+        await send({"type": "http.response.body", "body": "\r\n".join(lines).encode()})
 
     with serving(stream) as url, asyncio.Runner() as loop:
         client = Client(url, model="m")
-        reply = loop.run(client.ask("/v1/completions", {"prompt": "x"}, stream=True))
-        loop.run(client.close())
+        try:
+            return loop.run(client.ask("/v1/completions", {"prompt": "x"}, stream=True))
+        finally:
+            loop.run(client.close())
+
+
+def test_events_are_read_as_servers_write_them() -> None:
+    text = "a\u2028b\u0085"  # not all that str.splitlines takes for line ends
+    reply = streamed(
+        ": ping",
+        "event: message",
+        "id: 7",
+        f"data:{json.dumps(said(delta={'content': text}), ensure_ascii=False)}",
+        "",
+        f"data: {json.dumps(said(delta={}, finish_reason='stop'))}",
+    )
+    assert (reply.text, reply.finish) == (text, "stop")
+    reply = streamed(json.dumps(said(message={"content": "a"}, finish_reason="stop")))
     assert (reply.text, reply.finish) == ("a", "stop")
+    with pytest.raises(RequestFailed, match="without a finish_reason"):
+        streamed('data: {"choices": null, "usage": {"completion_tokens": 3}}', "data: [DONE]")
 
 
 def test_an_answer_that_breaks_off_has_failed_and_is_not_asked_for_again() -> None:
@@ -404,6 +441,7 @@ def test_an_answer_that_breaks_off_has_failed_and_is_not_asked_for_again() -> No
         ('{"prompt": "x", "n": "two"}', ":1 asks for n='two'"),
         ('{"prompt": "x", "n": 65}', ":1 asks for n=65"),
         ('{"prompt": "x", "max_tokens": "many"}', ":1 has max_tokens 'many'"),
+        ('{"prompt": "\\ud83d"}', ":1 has half a character"),
     ],
 )
 def test_bad_request_files_name_the_line(text: str, message: str, tmp_path: Path) -> None:
@@ -471,7 +509,12 @@ def test_rows_end_at_line_feeds_alone(tmp_path: Path) -> None:
 
 def test_records_that_are_none_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "records.jsonl"
-    for text in ('{"kind": "request"}', '{"kind": "header", "format": 9}', ""):
+    for text in (
+        '{"kind": "request"}',
+        '{"kind": "header", "format": 9}',
+        '{"kind": "header", "format": 1, "arms": ["a"]}',
+        "",
+    ):
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_record([path])
@@ -534,6 +577,8 @@ def test_half_of_a_reading_is_none() -> None:
     assert from_counters({}, after, emitted=32) is None  # else a server's whole past would be this block's
     assert from_counters(after, {}, emitted=32) is None
     assert from_counters(parse_metrics(NOTHING_YET), after, emitted=None) is None
+    assert from_counters(after, parse_metrics(NOTHING_YET), emitted=32) is None  # it began anew
+    assert parse_metrics("sglang:spec_accept_length NaN\n") == {}
 
 
 def test_our_own_answers_tell_levels() -> None:
@@ -545,6 +590,27 @@ def test_our_own_answers_tell_levels() -> None:
     told = from_response({"metrics": {"speculative_decoding": vllm}}, emitted=13)
     assert told is not None
     assert (told.steps, told.levels, told.accepted_at) == (7, 40, (4, 1, 1))
+    reply = Reply()
+    reply.take(said(text="", speculative_decoding_stats=vllm | {"acceptance_histogram": {"1": 3, "3": 1}}), 1)
+    assert from_response(reply.last, emitted=13) == told
+    reply.take(said(text="", meta_info={"spec_num_correct_drafts": 6, "spec_num_proposed_drafts": 40}), 1)
+    told = from_response({"meta_info": reply.last["meta_info"]}, emitted=13)
+    assert told is not None
+    assert (told.steps, told.levels) == (7, 40)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"metrics": {"speculative_decoding": {"num_accepted_draft_tokens": None}}},
+        {"metrics": {"speculative_decoding": {"num_accepted_draft_tokens": 6, "acceptance_histogram": 3}}},
+        {"metrics": {"foredraft": {"levels": 3}}},
+        {"metrics": "fast", "timings": {"predicted_n": 3, "draft_n": "some"}},
+        {"meta_info": {"spec_num_correct_drafts": 3}},
+    ],
+)
+def test_counts_that_are_none_are_not_told(answer: dict[str, Any]) -> None:
+    assert from_response(answer, emitted=13) is None
 
 
 def test_gauges_of_several_ranks_are_averaged() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
@@ -29,6 +30,7 @@ from foredraft.cli.options import Loading, Sampling
 from foredraft.cli.output import note, print_json
 from foredraft.cli.remote import Remote, ServerError
 from foredraft.errors import CapacityError, ConfigError
+from foredraft.measure.client import Client
 from tiny_tokenizers import build_chat_model
 
 SHORT = ["--max-tokens", "6", "--temperature", "0", "--ignore-eos"]
@@ -151,6 +153,8 @@ def test_several_answers_keep_their_order(loaded: LLM, capsys: Any) -> None:
         (["pull", "no-such-model"], "no-such-model"),
         (["nonsense"], "No such command 'nonsense'"),
         (["mock-server", "--port", "99999"], "'--port'"),
+        (["report", "/nowhere"], "/nowhere cannot be read"),
+        (["advise", "--record", "/nowhere"], "/nowhere cannot be read"),
         (["generate", "a\udcff"], "no valid Unicode"),
         (["generate", "a\udcff", "--raw"], "no valid Unicode"),
         (
@@ -174,8 +178,8 @@ def test_user_errors_are_one_line(loaded: LLM, args: list[str], message: str, ca
         (["--model", "/nowhere/at/all"], "/nowhere/at/all"),
         (["--budget", "many"], "--budget 'many' is no budget: use auto"),
         (["--dtype", "int3"], "int3"),
-        (["--draft", "nosuch"], "--draft 'nosuch' is unknown: use auto, none, ngram"),
-        (["--draft", "suffix+ngram"], "--draft 'suffix+ngram' is unknown"),
+        (["--draft", "nosuch"], "draft='nosuch' is unknown: use auto, none, ngram"),
+        (["--draft", "suffix+ngram"], "draft='suffix+ngram' is unknown"),
         (["--draft", "none", "--budget", "5"], "--draft none is none"),
     ],
 )
@@ -289,9 +293,12 @@ def saying(models: dict[str, str], events: bytes = b"") -> Iterator[str]:
 
 
 def test_a_key_is_not_sent_on() -> None:
-    moved = "http://127.0.0.1:1/v1/models"
-    with saying({"location": moved}) as url, pytest.raises(ServerError, match=f"give --url {moved}"):
-        Remote(url, "secret")
+    moved = "http://127.0.0.1:1"
+    with saying({"location": f"{moved}/v1/models"}) as url:
+        with pytest.raises(ServerError, match=f"give --url {moved} if"):
+            Remote(url, "secret")
+        with pytest.raises(ConfigError, match=f"give {moved} in its place"), asyncio.Runner() as loop:
+            loop.run(Client(url, api_key="secret").connect())
 
 
 def test_a_stream_is_read_as_servers_write_it(capsys: Any) -> None:
@@ -301,13 +308,29 @@ data:{"choices": [{"delta": {"content": "a", "role": null}}], "error": null}
 
 data: {"choices": [{"delta": null}]}
 
+data: {"choices": [{"delta": {"content": [{"type": "text", "text": "b\\ud83d"}]}}], "usage": "none"}
+
 data: {"choices": null, "usage": {"completion_tokens": 2}}
 
 data: [DONE]
 """
     with saying({}, events) as url:
-        assert Remote(url).show([], SamplingParams()) == ("a", True)
+        assert Remote(url).show([], SamplingParams()) == ("ab?", True)
     assert "2 tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("data", [b"[1]", b'{"choices": [7]}', b'{"choices": ', b'{"error": "x"}'])
+def test_what_is_no_answer_keeps_the_chat(data: bytes, capsys: Any) -> None:
+    with saying({}, b"data: " + data + b"\n\n") as url:
+        talk(Remote(url), SamplingParams(), Script("the cat", "/quit"))
+    assert f"error: {url} broke off: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["\u00e9", "a\nb"])
+def test_a_key_that_no_header_carries_is_told_and_not_shown(key: str) -> None:
+    with pytest.raises(ConfigError, match="not plain ASCII") as error:
+        Remote("http://127.0.0.1:1", key)
+    assert key not in str(error.value)
 
 
 def test_json_has_no_number_that_is_none(capsys: Any) -> None:
@@ -329,19 +352,20 @@ def test_no_command_shows_help_and_no_error(capsys: Any) -> None:
 
 
 def test_check_names_the_packages_it_needs(monkeypatch: Any, capsys: Any) -> None:
-    monkeypatch.setattr("foredraft.cli.arms.find_spec", lambda name: None)
+    monkeypatch.setattr("foredraft.cli.options.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "foredraft.measure.check", None)
     assert run("check") == 2
     assert "pip install 'foredraft[measure]'" in capsys.readouterr().err
 
 
 def test_check_tells_before_the_work_that_its_results_have_no_place(tmp_path: Path, capsys: Any) -> None:
-    out = str(tmp_path / "none" / "check.json")
+    (tmp_path / "file").touch()
+    out = str(tmp_path / "file" / "check.json")
     assert (
         run("check", "--baseline", "http://127.0.0.1:1", "--variant", "a=http://127.0.0.1:1", "--out", out)
         == 2
     )
-    assert f"--out {out} cannot be written" in capsys.readouterr().err
+    assert f"{out} cannot be written" in capsys.readouterr().err
 
 
 def test_check_shows_its_results_wherever_they_cannot_be_written(monkeypatch: Any, capsys: Any) -> None:
@@ -352,7 +376,7 @@ def test_check_shows_its_results_wherever_they_cannot_be_written(monkeypatch: An
     assert run("check", "--out", "/dev/full") == 2
     shown = capsys.readouterr()
     assert shown.out == "nothing differs\n"
-    assert "--out /dev/full cannot be written" in shown.err
+    assert "/dev/full cannot be written" in shown.err
 
 
 class Script:

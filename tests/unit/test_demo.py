@@ -13,6 +13,7 @@ from foredraft import LLM, Completion, SamplingParams, SpecStats, demo
 from foredraft.cli import main
 from foredraft.cli.options import Loading
 from foredraft.demo import Comparison, DemoPrompt, Pair, compare, demo_prompts, mean_speedup, run_demo
+from foredraft.measure import greedy
 from foredraft.text import encode_chat
 from tiny_tokenizers import build_chat_model
 
@@ -174,6 +175,10 @@ def test_a_wrong_answer_exits_with_1(identical: Any, code: int, capsys: Any, mon
     assert run() == code
     line = f"{identical}: prompt 1 differs at token 3: the two tokens are 0.25 nats apart"
     assert line in capsys.readouterr().out.replace("\n", " ")
+
+
+def test_ties_are_told_from_differences_as_the_check_does() -> None:
+    assert demo._NOISE_FLOOR == greedy.NOISE_FLOOR
 
 
 def test_the_prompts_are_in_the_package() -> None:

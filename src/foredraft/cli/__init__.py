@@ -1,7 +1,7 @@
 """The command line: `foredraft`, or `python -m foredraft`.
 
-Answers and JSON go to stdout, all else to stderr. Exit codes: 0 done, 1 `demo` found a wrong answer or
-`convert --lint` an error, 2 an error the user can mend, 130 interrupted.
+Answers and JSON go to stdout, all else to stderr. Exit codes: 0 done, 1 `demo` or `check` found what differs
+or `convert --lint` an error, 2 an error the user can mend, 130 interrupted.
 """
 
 from __future__ import annotations

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foredraft.cli.arms import Answering, Asked, loads_of, need_extra
-from foredraft.cli.measure import check_place, run_arms
+from foredraft.cli.measure import end, run_arms
 from foredraft.cli.options import takes_options
-from foredraft.cli.output import INTERRUPTED, note, print_json
+from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
+from foredraft.measure.files import check_place
 
 if TYPE_CHECKING:
     from foredraft.measure.advise import Advice
-    from foredraft.measure.records import Record
+    from foredraft.measure.records import Record, RecordFile
 
 
 @takes_options
@@ -62,22 +63,22 @@ def advise(
         _from_record(read_record(record), as_json)
         return
     if answering.servers:
-        found, whole = _of_servers(asked, answering, load, out)
-        _from_record(found, as_json)
-        raise typer.Exit(0 if whole else INTERRUPTED)
+        file, whole = _of_servers(asked, answering, load, out)
+        _from_record(file.record, as_json)
+        end(file, whole)
     beside = read_record(measured) if measured else None
     advice = _predicted(asked, answering, load)
     _show(advice, beside, as_json)
 
 
-def _of_servers(asked: Asked, answering: Answering, load: str, out: Path | None) -> tuple[Record, bool]:
+def _of_servers(asked: Asked, answering: Answering, load: str, out: Path | None) -> tuple[RecordFile, bool]:
     """Measure servers; return the record, and whether it is whole."""
     if bool(answering.baseline) + len(answering.variant) < 2:
         raise ConfigError("there is nothing to compare: name a baseline and a variant")
     asks = asked.load_asks()
     loads = loads_of(load)
     if out is not None:
-        check_place("--out", out)
+        check_place(out)
     with answering.arms(asks, loads) as arms:
         return run_arms(arms, asks, loads, out, asked.seed)
 

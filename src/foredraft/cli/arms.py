@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from foredraft.cli.options import DEFAULT_MODEL, check_draft, dtype_option, model_option, option
+from foredraft.cli.options import DEFAULT_MODEL, dtype_option, model_option, need, option
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from foredraft.measure.run import Arm
     from foredraft.measure.workload import Ask, Load
 
-_NEEDS = ("httpx2", "scipy", "starlette", "uvicorn")
 REQUESTS, ENGINE, SERVERS = "What is asked", "This engine", "Servers"
 
 
@@ -37,9 +35,7 @@ def loads_of(load: str, rate: str = "") -> list[Load]:
 
 def need_extra() -> None:
     """Raise ConfigError if the packages that measuring needs are not installed."""
-    missing = [name for name in _NEEDS if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"this command needs {', '.join(missing)}: pip install 'foredraft[measure]'")
+    need(("httpx2", "scipy", "starlette", "uvicorn"), "measure")
 
 
 @dataclass(frozen=True)
@@ -60,10 +56,12 @@ class Asked:
         need_extra()
         from foredraft.measure.workload import Defaults, load_asks
 
-        for name, least in (("limit", 1), ("max_tokens", 1)):
+        for name in ("limit", "max_tokens"):
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ConfigError(f"--{name.replace('_', '-')} {value} is too small: use {least} or more")
+            if value is not None and value < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {value} is too small: use 1 or more")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"--temperature {self.temperature:g} is none: use 0 (greedy) or more")
         defaults = Defaults(self.max_tokens, self.temperature, self.seed)
         return load_asks(self.requests, defaults, self.limit)
 
@@ -125,6 +123,8 @@ class Answering:
 
     def drafts(self) -> list[tuple[str, str, int | str]]:
         """Return (name, draft, budget) for each part of --draft; raises ConfigError."""
+        from foredraft.propose import check_draft
+
         parts = [part.strip() for part in self.draft.split(",") if part.strip()]
         if not parts or len(set(parts)) < len(parts):
             raise ConfigError(f"--draft {self.draft!r} is no list of different drafts: use none,ngram")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from foredraft.cli.arms import Answering, Asked, need_extra
 from foredraft.cli.options import takes_options
 from foredraft.cli.output import note, print_json
 from foredraft.errors import ConfigError
+from foredraft.measure.files import check_place, to_json, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,7 +52,7 @@ def check(
         raise ConfigError("use --alpha between 0 and 0.5, --answers from 0 and --greedy from 1")
     asks = asked.load_asks()
     if out is not None:
-        _write(out, "", "a")  # that it cannot be is told before the work
+        check_place(out)
     bodies = [(ask.where if asked.requests else ask.id, ask.body) for ask in asks]
     plan = Plan(greedy=greedy, answers=answers, alpha=alpha)
     with _subjects(answering, asks) as subjects, _status() as on_part:
@@ -64,7 +64,7 @@ def check(
     records = {"certificates": [certificate.record() for certificate in certificates]}
     _show(certificates, records, as_json)
     if out is not None:
-        _write(out, json.dumps(records, indent=1, ensure_ascii=False) + "\n")
+        write_text(out, to_json(records, indent=1) + "\n")
         note(f"wrote {out}")
     raise typer.Exit(0 if all(one.passed for one in certificates) else DIFFERS)
 
@@ -104,14 +104,6 @@ def _show(certificates: Sequence[Certificate], records: Mapping[str, Any], as_js
         return
     for certificate in certificates:
         print("\n".join(certificate.lines()))
-
-
-def _write(path: Path, text: str, mode: str = "w") -> None:
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise ConfigError(f"--out {path} cannot be written: {error}") from error
 
 
 @contextmanager

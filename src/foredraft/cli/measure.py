@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -11,12 +11,12 @@ from foredraft.cli.arms import REQUESTS, Answering, Asked, loads_of
 from foredraft.cli.options import takes_options
 from foredraft.cli.output import INTERRUPTED
 from foredraft.cli.report import show
-from foredraft.errors import ConfigError
+from foredraft.measure.files import check_place
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foredraft.measure.records import Record
+    from foredraft.measure.records import RecordFile
     from foredraft.measure.run import Arm
     from foredraft.measure.workload import Ask, Load
 
@@ -56,30 +56,25 @@ def measure(
     asks = asked.load_asks()
     default = "" if rate else "1,4,16"
     loads = loads_of(default if load is None else load, rate)
-    for name, path in (("--out", out), ("--report", report)):
+    for path in (out, report):
         if path is not None:
-            check_place(name, path)
+            check_place(path)
     with answering.arms(asks, loads) as arms:
-        record, whole = run_arms(arms, asks, loads, out, asked.seed)
-    show(record, report=report, by_category=by_category, as_json=as_json)
+        file, whole = run_arms(arms, asks, loads, out, asked.seed)
+    show(file.record, report=report, by_category=by_category, as_json=as_json)
+    end(file, whole)
+
+
+def end(file: RecordFile, whole: bool) -> NoReturn:
+    """Exit after a measurement; raises ConfigError if its record was not kept."""
+    if file.fault is not None:
+        raise file.fault
     raise typer.Exit(0 if whole else INTERRUPTED)
-
-
-def check_place(name: str, path: Path) -> None:
-    """Raise ConfigError, before the work, if an option names no place for a file; what is there stays."""
-    new = not path.exists()
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("a").close()
-        if new:
-            path.unlink()
-    except OSError as error:
-        raise ConfigError(f"{name} {path} cannot be written: {error}") from error
 
 
 def run_arms(
     arms: Sequence[Arm], asks: Sequence[Ask], loads: Sequence[Load], out: Path | None, seed: int
-) -> tuple[Record, bool]:
+) -> tuple[RecordFile, bool]:
     """Measure; return the record, also written to `out` if given, and whether it is whole: an interrupt keeps
     what there is.
     """
@@ -115,4 +110,4 @@ def run_arms(
             whole = False
         finally:
             file.close()
-    return file.record, whole
+    return file, whole

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 MODEL, LAW, END = "Model and draft", "What is sampled", "When it ends"
 DEFAULT_MODEL = "smollm2-135m"
-_LOOKUPS = ("ngram", "suffix", "suffix-shared")
 
 
 def option(panel: str, text: str, *names: str, **more: Any) -> Any:
@@ -68,7 +67,6 @@ class Loading:
     def load(self, *, prefix_cache: bool = True, **sizes: Any) -> LLM:
         """Fetch the model if it is not there, and load it; `sizes` are further options of LLM."""
         budget, tree = _budget(self.budget), _tree(self.tree)
-        check_draft(self.draft)
         if self.draft == "none" and budget not in ("auto", 0):
             raise ConfigError(f"--budget {budget} is of a draft, and --draft none is none: leave one out")
         from rich.console import Console
@@ -77,7 +75,9 @@ class Loading:
 
         from foredraft import zoo
         from foredraft.llm import LLM
+        from foredraft.propose import check_draft
 
+        check_draft(self.draft)  # before anything is fetched
         logging.disable_progress_bar()
         path = zoo.resolve(self.model, progress=True)
         draft = None if self.draft == "none" else self.draft
@@ -182,22 +182,11 @@ def read_stdin() -> str:
         raise ConfigError(f"stdin is no UTF-8 text: {error}") from error
 
 
-def check_draft(draft: str) -> None:
-    """Refuse a name that is no draft before anything is loaded; raises ConfigError."""
-    from foredraft.zoo import MODELS, SHIPPED_KINDS
-
-    if draft in ("auto", "none", *_LOOKUPS, *SHIPPED_KINDS):
-        return
-    first, plus, last = draft.rpartition("+")
-    if not plus or last not in _LOOKUPS:
-        lookup, plus, other = draft.partition("+")
-        first = other if plus and lookup in _LOOKUPS else draft
-    if first in (*SHIPPED_KINDS, *MODELS) or "/" in first or first.endswith(".gguf") or os.path.exists(first):
-        return
-    raise ConfigError(
-        f"--draft {draft!r} is unknown: use auto, none, {', '.join((*_LOOKUPS, *SHIPPED_KINDS))}, a "
-        "directory, a model as --model takes it, or a draft and a lookup, as eagle+suffix"
-    )
+def need(packages: Sequence[str], extra: str) -> None:
+    """Raise ConfigError if packages of an extra are not installed."""
+    missing = [name for name in packages if find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"this command needs {', '.join(missing)}: pip install 'foredraft[{extra}]'")
 
 
 def listen(host: str, port: int) -> socket.socket:

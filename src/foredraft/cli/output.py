@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
 import sys
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
+
+from foredraft.measure.files import to_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,14 +64,6 @@ def completion_record(prompt: str, completion: Completion) -> dict[str, Any]:
     return record
 
 
-def print_json(record: dict[str, Any], **options: Any) -> None:
-    """Print one JSON object on a line of its own; a number that is not finite is null."""
-    sys.stdout.write(json.dumps(_finite(record), ensure_ascii=False, allow_nan=False, **options) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def print_json(record: dict[str, Any]) -> None:
+    """Print one JSON object on a line of its own."""
+    sys.stdout.write(to_json(record) + "\n")

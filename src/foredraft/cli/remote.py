@@ -13,6 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from foredraft.cli.output import note
 from foredraft.errors import ConfigError, ForedraftError
+from foredraft.measure.wire import (
+    RequestFailed,
+    answer_of,
+    authorization,
+    completion_tokens,
+    event_data,
+    parsed,
+)
 
 if TYPE_CHECKING:
     from foredraft.types import SamplingParams
@@ -50,34 +58,28 @@ class Remote:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url!r} is no address: give one like http://127.0.0.1:8000")
         self.base = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"content-type": "application/json"}
+        self._headers = {"content-type": "application/json", **authorization(api_key)}
         self._opener = urllib.request.build_opener(_Stays)
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
         with closing(self._open("/v1/models")) as response:
             try:
                 self.model = str(json.load(response)["data"][0]["id"])
-            except (ValueError, LookupError, TypeError) as error:
+            except (OSError, ValueError, LookupError, TypeError, http.client.HTTPException) as error:
                 raise ServerError(f"{self.base} is no OpenAI-compatible server: it names no model") from error
         note(f"talking to {self.model} at {self.base}")
 
     def show(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> tuple[str, bool]:
         """Print an answer as it comes, then its figures; return its text, and whether it is whole."""
-        text, usage, start = "", None, time.monotonic()
+        text, tokens, start = "", None, time.monotonic()
         try:
-            for chunk in self._chunks(self._body(messages, params)):
-                usage = chunk.get("usage") or usage
-                for choice in chunk.get("choices") or ():
-                    piece = (choice.get("delta") or {}).get("content") or ""
-                    text += piece
-                    print(piece, end="", flush=True)
+            for piece, counted in self._pieces(self._body(messages, params)):
+                text, tokens = text + piece, counted
+                print(piece, end="", flush=True)
         except KeyboardInterrupt:
             print(flush=True)
             return text, False
         print()
-        if usage:
-            tokens, seconds = usage["completion_tokens"], time.monotonic() - start
-            note(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s")
+        if tokens is not None:
+            note(f"{tokens} tokens, {tokens / (time.monotonic() - start):.1f} tokens/s")
         return text, True
 
     def _body(self, messages: Sequence[dict[str, str]], params: SamplingParams) -> dict[str, Any]:
@@ -100,22 +102,21 @@ class Remote:
             body["foredraft"] = {"reproducible": True}
         return body
 
-    def _chunks(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Yield the server-sent events of a streamed answer."""
+    def _pieces(self, body: dict[str, Any]) -> Iterator[tuple[str, int | None]]:
+        """Yield the text of a streamed answer, and how many tokens its usage says so far."""
+        tokens = None
         with closing(self._open("/v1/chat/completions", body)) as response:
             try:
                 for line in response:
-                    field, _, data = line.decode("utf-8").strip().partition(":")
-                    if field != "data":  # event, id, retry, a comment
-                        continue
-                    if data.strip() == "[DONE]":
+                    data = event_data(line)
+                    if data == "[DONE]":
                         return
                     if data:
-                        chunk = json.loads(data)
-                        if chunk.get("error"):
-                            raise ServerError(f"{self.base} broke off: {_message(chunk)}")
-                        yield chunk
-            except (OSError, ValueError, http.client.HTTPException) as error:
+                        chunk = parsed(data)
+                        tokens = completion_tokens(chunk, tokens)
+                        # half a character, which some send, is nothing that a terminal could show
+                        yield answer_of(chunk).encode(errors="replace").decode(), tokens
+            except (OSError, RequestFailed, http.client.HTTPException) as error:
                 raise ServerError(f"{self.base} broke off: {error}") from error
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> Any:
@@ -125,8 +126,9 @@ class Remote:
             return self._opener.open(request, timeout=_TIMEOUT_S)
         except urllib.error.HTTPError as error:
             if moved := error.headers.get("location"):
+                where = moved.removesuffix(path)
                 raise ServerError(
-                    f"{self.base} sends elsewhere: give --url {moved} if you trust it"
+                    f"{self.base} sends elsewhere: give --url {where} if you trust it"
                 ) from error
             with error:
                 said = error.read(10_000).decode("utf-8", "replace")

@@ -7,18 +7,16 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, field, fields
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from foredraft.cli.options import Loading, listen, option, takes_options
+from foredraft.cli.options import Loading, listen, need, option, takes_options
 from foredraft.errors import ConfigError
 
 if TYPE_CHECKING:
     from foredraft.server.config import CaptureConfig, ServeConfig
 
 WHERE, LIMITS, CAPTURE = "Where and for whom", "Limits", "Capture"
-_NEEDS = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
 
 
 @dataclass(frozen=True)
@@ -107,9 +105,7 @@ def serve(loading: Loading, address: Address, limits: Limits, capturing: Capturi
 
     foredraft serve --model smollm2-135m --port 8001 --api-key-file keys.txt --capture requests.jsonl
     """
-    missing = [name for name in _NEEDS if find_spec(name) is None]
-    if missing:
-        raise ConfigError(f"serve needs {', '.join(missing)}: pip install 'foredraft[serve]'")
+    need(("fastapi", "uvicorn", "prometheus_client", "llguidance"), "serve")
     config = _config(loading, address, limits, capturing)
     if address.log_level not in ("debug", "info", "warning", "error"):
         raise ConfigError(f"--log-level {address.log_level!r} is unknown: use debug, info, warning or error")

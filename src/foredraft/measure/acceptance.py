@@ -2,13 +2,14 @@
 
 Counters (Prometheus): vLLM's names under vllm:, foredraft: and llamacpp:, TensorRT-LLM's, SGLang's gauges.
 Per response: our own `metrics.foredraft`, vLLM's `metrics.speculative_decoding`, llama.cpp's `timings`,
-SGLang's `meta_info`.
+SGLang's `meta_info`. What cannot be read of any of them is not told.
 What other engines call "drafts" are steps that drafted. Ours count every step, so steps are derived from the
 tokens: each step emits what it accepted and one more.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -43,10 +44,12 @@ def parse_metrics(text: str) -> Counters:
         if key is None:
             continue
         try:
-            found[key] = found.get(key, 0.0) + float(match[3])
+            value = float(match[3])
         except ValueError:
             continue
-        parts[key] += 1
+        if math.isfinite(value):
+            found[key] = found.get(key, 0.0) + value
+            parts[key] += 1
     return {key: value / parts[key] if key.startswith("gauge.") else value for key, value in found.items()}
 
 
@@ -69,14 +72,15 @@ def _key(name: str, labels: str) -> str | None:
 
 
 def from_counters(before: Counters, after: Counters, emitted: int | None) -> Acceptance | None:
-    """Return the acceptance between two readings; None if one of them failed or says nothing of it.
+    """Return the acceptance between two readings; None if one of them failed or says nothing of it, or the
+    server began to count anew.
 
     emitted: tokens in between where the server does not count them; None: not all of them are known.
     """
     if {"drafted", "accepted"} <= before.keys() & after.keys():
         grown = {key: int(after[key] - before.get(key, 0.0)) for key in after}
         emitted = grown.get("emitted", emitted)
-        if emitted is None:
+        if emitted is None or min(grown["drafted"], grown["accepted"]) < 0:
             return None
         depths = sorted(int(key.split(".")[1]) for key in grown if key.startswith("accepted_at."))
         reached = [grown[f"accepted_at.{depth}"] for depth in depths]
@@ -114,6 +118,13 @@ def _from_means(mean_emitted: float, accept_rate: float, emitted: int) -> Accept
 
 def from_response(answer: Mapping[str, Any], emitted: int) -> Acceptance | None:
     """Return the acceptance that a response (or its last chunk) tells of itself, or None."""
+    try:
+        return _from_response(answer, emitted)
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
+        return None
+
+
+def _from_response(answer: Mapping[str, Any], emitted: int) -> Acceptance | None:
     metrics = answer.get("metrics")
     metrics = metrics if isinstance(metrics, Mapping) else {}
     told = metrics.get("foredraft")
@@ -124,7 +135,7 @@ def from_response(answer: Mapping[str, Any], emitted: int) -> Acceptance | None:
         return _from_vllm(told, emitted)
     timings = answer.get("timings")
     if isinstance(timings, Mapping) and "predicted_n" in timings:
-        drafted, accepted = (int(timings.get(key, 0)) for key in ("draft_n", "draft_n_accepted"))
+        drafted, accepted = (int(timings.get(key) or 0) for key in ("draft_n", "draft_n_accepted"))
         source = "timings of each response (llama.cpp): draft_n, draft_n_accepted; steps = tokens - accepted"
         return _chain(source, drafted, accepted, emitted)
     meta = answer.get("meta_info")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from foredraft.measure.greedy import GreedyFinding, check_greedy
+from foredraft.measure.greedy import NOISE_FLOOR, GreedyFinding, check_greedy
 from foredraft.measure.parameters import ParameterFinding, check_parameters
 from foredraft.measure.sampled import SampledFinding, check_sampled, choose
 from foredraft.measure.subjects import Subject
@@ -103,7 +103,7 @@ def run_check(
     """Check a variant against the same engine without drafting. bodies: (where, OpenAI body)."""
     on_part("greedy answers")
     greedy = check_greedy(baseline, variant, bodies[: plan.greedy])
-    noise = next((finding.noise for finding in greedy if finding.noise is not None), 1e-5)
+    noise = next((finding.noise for finding in greedy if finding.noise is not None), NOISE_FLOOR)
     on_part("parameters, one by one")
     plain = [body for _, body in bodies]
     parameters = check_parameters(baseline, variant, plain[: plan.parameters], noise)

@@ -10,7 +10,7 @@ from foredraft.measure.subjects import Answered, Subject
 
 Judged = Literal["same", "tie", "difference", "failed"]
 _TOP = 5
-_NOISE_FLOOR = 1e-5  # nats: float32 rounding of a log-probability itself
+NOISE_FLOOR = 1e-5  # nats: float32 rounding of a log-probability itself
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +44,14 @@ def first_difference(a: Answered, b: Answered) -> int | None:
 
 def gap_noise(runs: Sequence[Sequence[Answered]]) -> float:
     """Return the largest move of a top-2 gap between runs of the same requests, up to where they part."""
-    noise = _NOISE_FLOOR
+    noise = NOISE_FLOOR
     for answers in zip(*runs, strict=True):
         first = answers[0]
         for other in answers[1:]:
             end = first_difference(first, other)
-            places = len(first.tops) if end is None else min(end + 1, len(first.tops), len(other.tops))
-            for place in range(places):
-                noise = max(noise, _moved(first.tops[place], other.tops[place]))
+            alike = None if end is None else end + 1
+            for mine, theirs in zip(first.tops[:alike], other.tops[:alike], strict=False):
+                noise = max(noise, _moved(mine, theirs))
     return noise
 
 

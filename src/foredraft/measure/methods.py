@@ -10,11 +10,10 @@ from typing import Any
 from foredraft.measure.advise import Method, Traffic
 from foredraft.measure.costs import BUDGETS
 from foredraft.measure.engine_arm import Bench, Job
+from foredraft.measure.recipes import LOOKUPS
 from foredraft.measure.replay import Known
 from foredraft.measure.workload import Ask
 from foredraft.propose import best_draft, draft_dir, load_draft, make_drafting
-
-LOOKUPS = ("ngram", "suffix", "suffix-shared")
 
 
 def traffic_of(bench: Bench, asks: Sequence[Ask]) -> Traffic:

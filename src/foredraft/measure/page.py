@@ -8,8 +8,8 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from foredraft.errors import ConfigError
 from foredraft.measure import svg, tables
+from foredraft.measure.files import write_text
 from foredraft.measure.records import Record, Result
 from foredraft.measure.run import refusals
 from foredraft.measure.stats import Figures, figures
@@ -19,11 +19,7 @@ _WORST = 8
 
 def write_page(record: Record, path: Path) -> None:
     """Write the page; raises ConfigError if the file cannot be written."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(render(record), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error}") from error
+    write_text(path, render(record))
 
 
 def render(record: Record) -> str:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-_LOOKUPS = ("ngram", "suffix", "suffix-shared")
-_METHODS = (*_LOOKUPS, "eagle", "medusa", "distilled")
+LOOKUPS = ("ngram", "suffix", "suffix-shared")
+_METHODS = (*LOOKUPS, "eagle", "medusa", "distilled")
 _OFF_FROM = "num_speculative_tokens_per_batch_size"  # vLLM: [[first, last, tokens], …]
 
 
@@ -33,7 +33,7 @@ def recipes(name: str | None, budget: int, most: int | None = None) -> list[str]
     if name == "auto":
         return [serve]
     parts = name.split("+")
-    vllm, sglang, llama = _engines(next((p for p in parts if p not in _LOOKUPS), name), budget)
+    vllm, sglang, llama = _engines(next((p for p in parts if p not in LOOKUPS), name), budget)
     if most is not None:
         vllm[_OFF_FROM] = [[1, most, budget], [most + 1, 4096, 0]]
     return [
@@ -54,7 +54,7 @@ def _engines(name: str, budget: int) -> tuple[dict[str, Any], str, str]:
     if name == "ngram":
         sizes = {"prompt_lookup_max": 4, "prompt_lookup_min": 1}
         return {"method": "ngram", **tokens, **sizes}, lookup, f"--spec-type ngram-simple {longest}"
-    if name in _LOOKUPS:
+    if name in LOOKUPS:
         return {"method": "suffix", **tokens}, lookup, f"--spec-type ngram-mod {longest}"
     if name == "medusa":
         return {"method": "medusa", "model": "DIR", **tokens}, "has no Medusa", "has no Medusa"

@@ -4,21 +4,20 @@ block.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from foredraft.errors import ConfigError
+from foredraft.measure.files import HALVES, to_json, unwritten, writing
 from foredraft.rows import read_rows
 
 FORMAT = 1
 _T = TypeVar("_T")
-
-
 _USER = re.compile(r"://[^/@\s]+@")  # of a URL
 
 
@@ -132,17 +131,18 @@ class Record:
 
 
 class RecordFile:
-    """Writes a measurement line by line, so that an interrupt loses nothing."""
+    """Writes a measurement line by line, so that an interrupt loses nothing. A disk that is full ends the
+    file and not the measurement: `fault` then says so.
+    """
 
     def __init__(self, path: Path | None, header: Header) -> None:
         self.record = Record(header)
+        self.fault: ConfigError | None = None
+        self._path = path
         self._file: TextIO | None = None
         if path is not None:
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("w", encoding="utf-8")
-            except OSError as error:
-                raise ConfigError(f"--out {path} cannot be written: {error}") from error
+            with writing(path):
+                self._file = path.open("w", encoding="utf-8", errors=HALVES)
         self._write("header", header)
 
     def add(self, result: Result) -> None:
@@ -158,12 +158,17 @@ class RecordFile:
     def close(self) -> None:
         """Close the file."""
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # what could not be written is tried once more, and told of already
+                self._file.close()
 
     def _write(self, kind: str, value: Header | Result | BlockCounters) -> None:
-        if self._file is not None:
-            self._file.write(json.dumps({"kind": kind, **asdict(value)}, ensure_ascii=False) + "\n")
+        if self._path is None or self._file is None or self.fault is not None:
+            return
+        try:
+            self._file.write(to_json({"kind": kind, **asdict(value)}) + "\n")
             self._file.flush()
+        except OSError as error:
+            self.fault = unwritten(self._path, error)
 
 
 def without_user(text: str) -> str:
@@ -178,7 +183,7 @@ def read_record(paths: Iterable[Path]) -> Record:
         for where, row in read_rows(path):
             try:
                 _take(row, found)
-            except (KeyError, TypeError, ValueError) as error:
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
                 raise ConfigError(f"{where} is no line of a measurement: {error}") from error
     if not any(record.results for record in found):
         raise ConfigError(

@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 from foredraft.errors import ConfigError
 from foredraft.measure.acceptance import from_counters, from_response
-from foredraft.measure.client import Client, Reply, RequestFailed
+from foredraft.measure.client import Client
 from foredraft.measure.records import Acceptance, ArmInfo, Result, without_user
+from foredraft.measure.wire import Reply, RequestFailed
 from foredraft.measure.workload import Ask, Load
 
 _PROBE_TOKENS = 24

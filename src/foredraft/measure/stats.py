@@ -48,8 +48,8 @@ class Figures:
     failed: int
     tokens: int
     user_speed: float
-    ttft_p50: float
-    ttft_p95: float
+    ttft_p50: float | None
+    ttft_p95: float | None
     inter_token: float | None
     throughput: float
     acceptance: Acceptance | None
@@ -93,8 +93,8 @@ def figures(record: Record, arm: str, load: str, category: str | None = None) ->
         failed=len(mine) - len(good),
         tokens=sum(r.emitted for r in good),
         user_speed=sum(r.emitted for r in good) / sum(r.total_s for r in good),
-        ttft_p50=float(np.quantile(first, 0.5)) if first else float("nan"),
-        ttft_p95=float(np.quantile(first, 0.95)) if first else float("nan"),
+        ttft_p50=float(np.quantile(first, 0.5)) if first else None,
+        ttft_p95=float(np.quantile(first, 0.95)) if first else None,
         inter_token=sum(s for s, _ in late) / late_tokens if late_tokens > 0 else None,
         throughput=sum(r.emitted for r in good) / _busy_s(good),
         acceptance=_acceptance(record, good, arm, load, category),

@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from foredraft.measure.client import Client, RequestFailed
+from foredraft.measure.client import Client
 from foredraft.measure.stated import Guess
+from foredraft.measure.wire import RequestFailed
 
 _TOGETHER = 16
 

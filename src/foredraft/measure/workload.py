@@ -125,7 +125,7 @@ def load_asks(files: Sequence[Path], defaults: Defaults, limit: int | None = Non
 def _asks(row: dict[str, Any], where: str, place: int, defaults: Defaults) -> list[Ask]:
     asks: list[Ask] = []
     for body in request_bodies(row, where):
-        _check_messages(body, where)
+        _check_said(body, where)
         answers = body.get("n") or 1
         if not isinstance(answers, int) or not 1 <= answers <= _MOST_ANSWERS:
             raise ConfigError(
@@ -141,17 +141,22 @@ def _asks(row: dict[str, Any], where: str, place: int, defaults: Defaults) -> li
             own = {"seed": defaults.seed + place + len(asks)}
             if isinstance(kept.get("seed"), int):
                 own["seed"] = kept["seed"] + turn  # as servers count the answers to one request
-            name = str(row.get("id", f"r{place + len(asks):03d}"))
-            asks.append(Ask(name, str(row.get("category", "all")), kept | own, where))
+            name, category = row.get("id"), row.get("category")
+            name = f"r{place + len(asks):03d}" if name is None else str(name)
+            asks.append(Ask(name, "all" if category is None else str(category), kept | own, where))
     return asks
 
 
-def _check_messages(body: dict[str, Any], where: str) -> None:
+def _check_said(body: dict[str, Any], where: str) -> None:
     for index, message in enumerate(body.get("messages", ())):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ConfigError(f'{where}: messages[{index}] is no {{"role": …, "content": …}}')
     if "messages" in body and not body["messages"]:
         raise ConfigError(f"{where} has no message but the assistant's own: give what the user says")
+    try:
+        json.dumps(body, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"{where} has half a character, which is no text: {error}") from error
 
 
 def in_blocks(items: Sequence[T], concurrency: int) -> list[list[T]]:
