@@ -57,7 +57,7 @@ def test_errors_at_the_start_are_one_line(tmp_path: Path, capsys: pytest.Capture
 def test_what_is_missing_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["foredraft.cli.serve"], "find_spec", lambda name: None)
+    monkeypatch.setattr("foredraft.cli.options.find_spec", lambda name: None)
     assert "pip install 'foredraft[serve]'" in _fails([], capsys)
 
 
