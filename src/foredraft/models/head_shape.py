@@ -67,15 +67,21 @@ def misfit(module: EagleLayer | MedusaHeads, tensors: Mapping[str, Tensor]) -> s
     return None
 
 
+def draft_vocab(files: HeadFiles) -> int | None:
+    """Return from how many tokens an EAGLE-3 head drafts; None if nothing says so."""
+    said: int | None = files.config.get("draft_vocab_size")
+    sizes = (len(files.tensors[name]) for name in ("d2t", "lm_head.weight") if name in files.tensors)
+    return next(sizes, None) if said is None else said
+
+
 def _eagle_config(files: HeadFiles, target: TargetFacts | None) -> EagleConfig:
     config, tensors = files.config, files.tensors
     values: dict[str, Any] = {own: config[name] for own, name in SIZES.items() if config.get(name)}
     if theta := (config.get("rope_parameters") or {}).get("rope_theta"):  # as transformers 5 writes it
         values["rope_theta"] = theta
-    drafted = next((len(tensors[name]) for name in ("d2t", "lm_head.weight") if name in tensors), None)
     if target is not None:
         values["vocab_size"] = target.vocab_size
-    values.setdefault("draft_vocab_size", drafted or values.get("vocab_size", 1))
+    values["draft_vocab_size"] = draft_vocab(files) or values.get("vocab_size", 1)
     values.setdefault("vocab_size", values["draft_vocab_size"])
     for own in ("hidden_size", "intermediate_size", "heads"):
         if own not in values:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from foredraft.errors import CheckpointError
 from foredraft.models.formats import eagle1, eagle3, medusa
 from foredraft.models.formats.eagle3 import IDS, LAYER
 from foredraft.models.formats.files import HeadFiles, TargetFacts, default_layers
-from foredraft.models.head_shape import head_module, misfit
+from foredraft.models.head_shape import draft_vocab, head_module, misfit
 
 Severity = Literal["error", "warning", "note"]
 
@@ -236,13 +236,13 @@ def _norms(files: HeadFiles) -> Iterator[Finding]:
 def _vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[Finding]:
     tensors, config = files.tensors, files.config
     vocab = target.vocab_size if target else config.get("vocab_size")
-    t2d, d2t, head = tensors.get("t2d"), tensors.get("d2t"), tensors.get("lm_head.weight")
+    t2d, d2t = tensors.get("t2d"), tensors.get("d2t")
     yield from _other_vocabulary(files, target)
     if t2d is not None and vocab is not None and len(t2d) != vocab:
         whose = target.name if target else "config.json"
         yield _error(f"t2d is [{len(t2d)}], expected [{vocab}] ({whose}): the head is for another vocabulary")
         return
-    rows = _draft_vocab(config, d2t, head)
+    rows = draft_vocab(files)
     if rows is None:
         yield _error("nothing says how large the draft vocabulary is: d2t and lm_head.weight are missing")
         return
@@ -262,12 +262,6 @@ def _other_vocabulary(files: HeadFiles, target: TargetFacts | None) -> Iterator[
             f"config says vocab_size {said}, {target.name} has {target.vocab_size}: the head is for another "
             "target"
         )
-
-
-def _draft_vocab(config: dict[str, Any], d2t: Tensor | None, head: Tensor | None) -> int | None:
-    if config.get("draft_vocab_size") is not None:
-        return int(config["draft_vocab_size"])
-    return next((len(tensor) for tensor in (d2t, head) if tensor is not None), None)
 
 
 def _map_kind(d2t: Tensor, t2d: Tensor | None, vocab: int | None) -> Iterator[Finding]:

@@ -35,11 +35,17 @@ _UNIT_ROWS, _UNIT_PAIRS = UINT(matrix.AT_ONCE), UINT(matrix.PAIRS)
 
 
 @njit(inline="always")
+def _has_unit(pairs: Any) -> Any:
+    """True where the matrix unit multiplies rows of so many pairs."""
+    return HAS_UNIT and pairs % _UNIT_PAIRS == UINT(0)
+
+
+@njit(inline="always")
 def share_of(left: Any, small: Any, pairs: Any) -> Any:
     """Return how many of so many rows are multiplied next, by tiles of bytes if `small`. With few registers
     four and five are the fastest.
     """
-    if HAS_UNIT and not small and pairs % _UNIT_PAIRS == UINT(0):
+    if not small and _has_unit(pairs):
         return min(left, _UNIT_ROWS)
     most = UINT(SMALL_AT_ONCE) if small else UINT(AT_ONCE)
     if left <= most or IS_WIDE or small:
@@ -61,10 +67,10 @@ def shares_of(left: Any, small: Any, pairs: Any) -> Any:
 def tile_sums(
     x: Any, apart: Any, rows: Any, weights: Any, pairs: Any, out: Any, ahead: Any, step: Any
 ) -> None:
-    """Sums of up to AT_ONCE rows, `apart` bytes from each other, over a tile; out: float32 [rows, WIDTH]. The
-    rows are float32 if WIDENED. If it ASKS, then for the tile that is `ahead`: see pair_sums.
+    """Sums of as many rows as share_of says, `apart` bytes from each other, over a tile; out: float32 [rows,
+    WIDTH]. The rows are float32 if WIDENED. If it ASKS, then for the tile that is `ahead`: see pair_sums.
     """
-    if HAS_UNIT and pairs % _UNIT_PAIRS == UINT(0):
+    if _has_unit(pairs):
         _by_unit(x, apart, rows, weights, _ROW, pairs, out, _ROW)
     elif rows == UINT(1):
         _one(x, apart, weights, _ROW, pairs, out, _ROW, ahead, step)

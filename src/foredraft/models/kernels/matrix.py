@@ -15,7 +15,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from foredraft.jit import MATRIX_REGISTERS
-from foredraft.models.kernels.pairs import FEATURES, HAS_PAIRS, at
+from foredraft.models.kernels.pairs import FEATURES, HAS_PAIRS, at, own_function
 
 AT_ONCE, PAIRS = 16, 16  # the most rows of a tile register, and the pairs of a row in it
 _LINE = 64  # bytes of a register's row: 32 inputs, or 16 sums
@@ -51,13 +51,9 @@ def matrix_sums(vectors: int) -> Any:
     weights_at = range(read + 1, read + 1 + vectors)
 
     def function(module: Any) -> Any:
-        name = f"matrix_sums.{vectors}"
-        made = cgutils.get_or_insert_function(module, ir.FunctionType(ir.VoidType(), [_LONG] * 8), name)
-        if not made.is_declaration:
+        made, build = own_function(module, f"matrix_sums.{vectors}", 8)
+        if build is None:
             return made
-        made.linkage = "internal"
-        made.attributes.add("noinline")
-        build = ir.IRBuilder(made.append_basic_block())
         x, apart, rows, weights, stride, pairs, out, out_apart = made.args
         pointer = _BYTE.as_pointer()
 

@@ -117,6 +117,19 @@ def at(build: Any, base: Any, offset: Any, kind: ir.Type) -> Any:
     return build.inttoptr(build.add(base, offset), kind.as_pointer())
 
 
+def own_function(module: Any, name: str, arguments: int) -> tuple[Any, Any]:
+    """Return a function of so many words into which nothing else is compiled, and what builds it, None if the
+    module has it already.
+    """
+    kind = ir.FunctionType(ir.VoidType(), [_LONG] * arguments)
+    made = cgutils.get_or_insert_function(module, kind, name)
+    if not made.is_declaration:
+        return made, None
+    made.linkage = "internal"
+    made.attributes.add("noinline")
+    return made, ir.IRBuilder(made.append_basic_block())
+
+
 def _anew(build: Any, address: Any) -> Any:
     """Return an address of which the compiler does not know that it is the same, so that it reads again what
     it would else keep on the stack, at twice the time where a line of the cache ends there.
@@ -164,16 +177,11 @@ def pair_sums(
         return build.bitcast(wide, words_of(lanes))
 
     def function(module: Any, some: int) -> Any:
-        """A function of its own, into which nothing else is compiled, for so many vectors: the sums of one
-        loop then have all registers.
-        """
+        """A function for so many vectors: the sums of one loop then have all registers."""
         name = f"pair_sums.{sums}.{some}.{lanes}.{fresh:d}{of_bytes:d}{asks:d}"
-        made = cgutils.get_or_insert_function(module, ir.FunctionType(ir.VoidType(), [_LONG] * 9), name)
-        if not made.is_declaration:
+        made, build = own_function(module, name, 9)
+        if build is None:
             return made
-        made.linkage = "internal"
-        made.attributes.add("noinline")
-        build = ir.IRBuilder(made.append_basic_block())
         weights, apart, rows, stride, count, out, out_apart, ahead, step = made.args
         floats = floats_of(lanes)
         crowded = not IS_WIDE and some * (sums + 2) > _LEFT  # sums, and what is read for both halves
